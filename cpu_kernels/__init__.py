@@ -1,0 +1,1 @@
+"""Numba CPU kernels: a team of threads runs a whole model step in lockstep."""

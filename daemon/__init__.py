@@ -1,0 +1,1 @@
+"""The daemon: block pool, scheduler, engine and server."""

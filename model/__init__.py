@@ -1,0 +1,1 @@
+"""Models: configuration, weights, tokenizers, programs, and the back ends that run them."""

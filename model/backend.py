@@ -1,0 +1,74 @@
+"""The contract between the daemon and a device: everything the engine may ask of a back end.
+
+A back end owns the weights, the workspace and the pool's memory; it knows nothing of sequences, owners or sockets.
+At most one step is in flight. Calls come from one thread (the daemon's loop), and only `launch` overlaps with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .batch import StepBatch, StepResult
+
+Progress = Callable[[str, float], None]
+"""Called while a back end starts: what is being done, and the share done (0 to 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLimits:
+    """Largest step that will ever be launched; workspaces are allocated for it once."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class Backend(Protocol):
+    """A device that runs a Program over a paged pool. Construct it (weights and workspace), then `allocate_pool`."""
+
+    @property
+    def description(self) -> str:
+        """One line for people: device, kernels chosen, dtypes, threads."""
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, K and V of all layers."""
+
+    def available_bytes(self) -> int:
+        """Memory of the device that is free now; what `pool_bytes = auto` starts from."""
+
+    def allocate_pool(self, num_blocks: int) -> None:
+        """Allocate (and touch) the pool. Raises MemoryError naming pool_bytes."""
+
+    def launch(self, batch: StepBatch) -> None:
+        """Start one step and return at once. `batch`'s arrays must stay untouched until `collect`."""
+
+    def fileno(self) -> int:
+        """A descriptor that polls readable when the launched step is done."""
+
+    def collect(self) -> StepResult:
+        """Wait for the launched step and return its result. Raises RuntimeError if the device failed."""
+
+    def copy_blocks(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copy whole blocks inside the pool, all layers (copy-on-write). Not while a step is in flight."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """(len(blocks), block_bytes) uint8: raw contents, for the host pool and snapshots."""
+
+    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """The inverse of `read_blocks`."""
+
+    def close(self) -> None:
+        """Stop threads and free memory. Idempotent."""

@@ -1,0 +1,1 @@
+"""One file a model family: its forward pass, recorded as a Program."""
