@@ -1,0 +1,1 @@
+"""Helpers that tests share: tiny models, NumPy twins, processes under test."""
