@@ -1,0 +1,49 @@
+# Everything a person or CI types. `make demo` and `make test` do all the set-up on a fresh machine.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint format bench model clean help
+
+help:
+	@echo "make demo      install, fetch a small real model, start the daemon, watch three clients stream"
+	@echo "make test      install, fetch the model, run the whole test suite"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     the benchmarks that run on this machine"
+	@echo "make clean     remove the virtual environment and caches of this folder"
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[daemon,dev]'
+	@touch $@
+
+model: $(STAMP)
+	$(BIN)/kvpool pull smollm2-135m
+
+demo: model
+	$(BIN)/python -m kvpool.daemon.demo
+
+test: model
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: model
+	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: model
+	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.sampling
+	$(BIN)/python -m bench.paging
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
