@@ -1,0 +1,126 @@
+"""A real, very small Hugging Face model directory with random weights, written in well under a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = """
+The sea is never the same twice. In the morning it is grey and still; by noon the wind has come round to the south,
+and every wave carries its own small light. The harbour master writes the names of the boats in a long book: which
+came in, which went out, what they carried, and when they said they would be back. Children count the gulls on the
+wall, one, two, three, four, and lose count and begin again. "Where does the water go?" asks the smallest. "Out,"
+says her brother, "and then in." Nobody has ever given a better answer. At night the lamp at the end of the pier
+turns slowly, and the boats that are still out there look for it, and find it, and come home. What is the capital of
+France? Why is the sky blue? The quick brown fox jumps over the lazy dog, and the other animals only watch and
+wonder how this came to be. A list of numbers: 10, 20, 30, 100, 200, 300, 1000, 2000; and of colours: red, green,
+blue, yellow, white and black.
+"""
+
+_DEFAULTS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def write_tiny_llama(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json into `directory`; return it.
+
+    `overrides` are keys of config.json (`num_hidden_layers=4`, `tie_word_embeddings=True`, ...). Weights are float32,
+    scaled so that greedy decoding wanders instead of repeating one token. Same arguments, same bytes.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _DEFAULTS | overrides
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(_random_weights(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
+    build_tiny_tokenizer(min(config["vocab_size"], 384)).save(str(directory / "tokenizer.json"))
+    tokenizer_config = {
+        "chat_template": CHAT_TEMPLATE,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "add_bos_token": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
+    return directory
+
+
+def build_tiny_tokenizer(vocab_size: int = 384) -> Tokenizer:
+    """Byte-level BPE trained on a page of text: ids 0 to 2 are special, then 256 bytes, then merges."""
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    return tokenizer
+
+
+def _random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+
+    def matrix(rows: int, cols: int, gain: float = 1.0) -> np.ndarray:
+        return random.normal(0.0, gain / np.sqrt(cols), (rows, cols)).astype(np.float32)
+
+    def vector(size: int, around: float = 1.0) -> np.ndarray:
+        return random.normal(around, 0.1, size).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": random.normal(0.0, 1.0, (config["vocab_size"], hidden)).astype(np.float32),
+        "model.norm.weight": vector(hidden),
+    }
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = matrix(config["vocab_size"], hidden, gain=3.0)
+    for layer in range(config["num_hidden_layers"]):
+        shapes = {
+            "self_attn.q_proj": (q_rows, hidden, 2.0),
+            "self_attn.k_proj": (kv_rows, hidden, 2.0),
+            "self_attn.v_proj": (kv_rows, hidden, 2.0),
+            "self_attn.o_proj": (hidden, q_rows, 2.0),
+            "mlp.gate_proj": (ffn, hidden, 2.0),
+            "mlp.up_proj": (ffn, hidden, 1.0),
+            "mlp.down_proj": (hidden, ffn, 1.0),
+        }
+        for name, (rows, cols, gain) in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = matrix(rows, cols, gain)
+            if config["attention_bias" if name.startswith("self") else "mlp_bias"]:
+                tensors[f"model.layers.{layer}.{name}.bias"] = vector(rows, around=0.0)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = vector(hidden)
+    return tensors
