@@ -25,7 +25,8 @@ class SamplingBatch:
     """How each of the R logit rows becomes a token. Ragged lists are CSR: `x_start` (R + 1,) indexes `x_*`.
 
     Order of operations on a row (the order of vLLM's and Transformers' processors): logprobs are taken of the raw
-    logits; then allowed-token mask, bias and bans (`bias_values` of -inf), penalties, temperature, top-k, top-p, min-p, draw.
+    logits; then allowed-token mask, bias and bans (`bias_values` of -inf), penalties, temperature, top-k, top-p, min-p,
+    draw.
     Randomness is Philox4x32-10 with key `seeds[r]` and counter (`counters[r]`, 0, 0, 0): it depends on nothing else.
     """
 
@@ -55,7 +56,8 @@ class StepBatch:
     """A ragged batch: S sequences contribute T tokens; decodes and prefill chunks mix freely.
 
     Sequence s owns rows query_start[s] .. query_start[s + 1] - 1, which are its tokens at positions seq_lens[s] - n ..
-    seq_lens[s] - 1 (n rows). Its token at position p lives in slot block_tables[s, p // block_size] * block_size + p % block_size.
+    seq_lens[s] - 1 (n rows). Its token at position p lives in slot
+    block_tables[s, p // block_size] * block_size + p % block_size.
     """
 
     tokens: Int32  # (T,)

@@ -53,7 +53,7 @@ class Rope:
         return 2 * len(self.inv_freq)
 
     def tables(self, max_model_len: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """cos and sin, each (max_model_len, rotary_dim / 2) float32, angles in float32 as Transformers computes them."""
+        """cos and sin, each (max_model_len, rotary_dim / 2) float32; angles in float32, as Transformers."""
         positions = np.arange(max_model_len, dtype=np.float32)
         angles = positions[:, None] * np.asarray(self.inv_freq, dtype=np.float32)[None, :]
         factor = np.float32(self.attention_factor)

@@ -123,7 +123,9 @@ def test_root_module_is_inert() -> None:
 
 def test_no_assert_guards_the_product() -> None:
     """`python -O` removes asserts, so none may stand outside the tests."""
-    found = [f"{path}:{node.lineno}" for path, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    found = [
+        f"{path}:{node.lineno}" for path, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Assert)
+    ]
     assert not found
 
 
@@ -148,6 +150,8 @@ def test_long_files_say_why() -> None:
     assert not silent, "\n".join(silent)
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "PROTOCOL.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "ARCHITECTURE.md", "PROTOCOL.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"]
+)
 def test_documents_exist(name: str) -> None:
     assert (ROOT / name).stat().st_size > 500

@@ -1,0 +1,1 @@
+"""Numba-CUDA kernels of the paged decode path."""
