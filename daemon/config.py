@@ -178,8 +178,8 @@ def show(config: Config) -> str:
 _PREFACE = """# Configuration
 
 Every setting can be given as a flag (`--max-num-seqs 8`), in the environment (`KVPOOL_MAX_NUM_SEQS=8`) or in the TOML
-file named by `--config` (`max_num_seqs = 8`); the first of these that names it wins. `kvpoold --print-config` shows what
-is in force, `kvpoold --check-config` only checks. Settings marked reloadable follow SIGHUP and `kvpool reload`.
+file named by `--config` (`max_num_seqs = 8`); the first of these that names it wins. `kvpoold --print-config` shows
+what is in force, `kvpoold --check-config` only checks. Settings marked reloadable follow SIGHUP and `kvpool reload`.
 `[defaults]` holds for every user, `[users.NAME]` or `[users.UID]` for one.
 """
 
