@@ -1,0 +1,210 @@
+"""The daemon's address: a lock, two Unix sockets with deliberate permissions, and nothing left behind.
+
+Beside the socket PATH of the messages lie PATH.life (lifelines) and PATH.lock. The lock is taken first, because a
+second bind of the same path would succeed and steal it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import os
+import socket
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from .config import Config
+from .options import ConfigError
+
+MAX_PATH_BYTES = 107  # sockaddr_un
+LIFELINE_SUFFIX = ".life"
+LOCK_SUFFIX = ".lock"
+BACKLOG = 1024
+
+
+def socket_path(address: str, environ: Mapping[str, str]) -> Path:
+    """Where the message socket lies; auto: the manager's runtime directory, else the system's or the user's."""
+    if address == "auto":
+        if environ.get("RUNTIME_DIRECTORY"):
+            path = Path(environ["RUNTIME_DIRECTORY"].split(":")[0]) / "kvpool.sock"
+        elif os.geteuid() == 0 or not environ.get("XDG_RUNTIME_DIR"):
+            path = Path("/run/kvpool/kvpool.sock")
+        else:
+            path = Path(environ["XDG_RUNTIME_DIR"]) / "kvpool" / "kvpool.sock"
+    else:
+        path = Path(address.removeprefix("ipc://"))
+    if not path.is_absolute():
+        raise ConfigError(f"address: {address!r} cannot be used; set it to an absolute path, or ipc:// and one")
+    if len(os.fsencode(path)) + len(LIFELINE_SUFFIX) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"address: {path} is longer than {MAX_PATH_BYTES - len(LIFELINE_SUFFIX)} bytes; set a shorter one"
+        )
+    return path
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """Everything that lies in the file system while the daemon runs. `close` removes it."""
+
+    path: Path
+    context: zmq.Context[zmq.Socket[bytes]]
+    router: zmq.Socket[bytes]
+    lifelines: socket.socket  # listening
+    _lock: Lock
+    _inherited: bool = False
+    _closed: bool = field(default=False)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Send what is queued for at most `linger_s`, then remove sockets and lock. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.router.close(linger=int(linger_s * 1000))
+        self.context.term()
+        self.lifelines.close()
+        if not self._inherited:
+            for path in (self.path, _beside(self.path, LIFELINE_SUFFIX)):
+                path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def open_endpoint(config: Config, path: Path, inherited: Sequence[int] = ()) -> Endpoint:
+    """Lock, then bind (or take over the manager's two sockets). Raises ConfigError saying what is in the way."""
+    _make_directory(path.parent)
+    lock = Lock.take(_beside(path, LOCK_SUFFIX))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    try:
+        router = _router(context, config)
+        lifelines = _adopt(router, path, inherited) if inherited else _bind(router, path, config)
+        return Endpoint(path, context, router, lifelines, lock, bool(inherited))
+    except BaseException:
+        context.destroy(linger=0)
+        lock.release()
+        raise
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]], config: Config) -> zmq.Socket[bytes]:
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # tell us when a peer is slow (EAGAIN) or gone (EHOSTUNREACH)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody may take over the name of a live session
+    router.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes)
+    router.setsockopt(zmq.RCVHWM, 256)  # per peer; what is behind waits in the peer
+    router.setsockopt(zmq.SNDHWM, 256)
+    router.setsockopt(zmq.BACKLOG, BACKLOG)
+    router.setsockopt(zmq.LINGER, 0)
+    return router
+
+
+def _bind(router: zmq.Socket[bytes], path: Path, config: Config) -> socket.socket:
+    gid = _group(config.socket_group)
+    life = _beside(path, LIFELINE_SUFFIX)
+    for stale in (path, life):
+        _remove_stale(stale)
+    lifelines = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    before = os.umask(0o177)  # born closed, opened on purpose below
+    try:
+        router.bind(f"ipc://{path}")
+        lifelines.bind(str(life))
+        lifelines.listen(BACKLOG)
+        for made in (path, life):
+            if gid is not None:
+                os.chown(made, -1, gid)
+            made.chmod(config.socket_mode)
+    except (OSError, zmq.ZMQError) as error:
+        lifelines.close()
+        raise ConfigError(f"address: {path}: {error.strerror}; set address to a path that can be written") from None
+    finally:
+        os.umask(before)
+    return lifelines
+
+
+def _adopt(router: zmq.Socket[bytes], path: Path, inherited: Sequence[int]) -> socket.socket:
+    """The manager's sockets, told apart by their paths."""
+    by_name = {}
+    for fd in inherited:
+        with socket.socket(fileno=os.dup(fd)) as probe:
+            by_name[probe.getsockname()] = fd
+    life = str(_beside(path, LIFELINE_SUFFIX))
+    if set(by_name) != {str(path), life}:
+        raise ConfigError(f"address: the manager passed {sorted(by_name)}; let it listen on {path} and {life}")
+    router.setsockopt(zmq.USE_FD, by_name[str(path)])
+    router.bind(f"ipc://{path}")
+    lifelines = socket.socket(fileno=by_name[life])
+    lifelines.setblocking(False)
+    return lifelines
+
+
+@dataclass(slots=True)
+class Lock:
+    """An advisory lock on a file that holds its owner's pid. The kernel lets go of it however the owner ends."""
+
+    path: Path
+    _fd: int
+
+    @classmethod
+    def take(cls, path: Path) -> Lock:
+        """Raises ConfigError naming the pid of whoever holds it."""
+        while True:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            except OSError as error:
+                raise ConfigError(
+                    f"address: {path}: {error.strerror}; set address to a path that can be written"
+                ) from None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                served = path.with_suffix("")
+                raise ConfigError(
+                    f"another kvpoold (pid {holder}) serves {served}; stop it, or set address to another path"
+                ) from None
+            # The holder before us may have removed the file between our open and our lock.
+            with contextlib.suppress(FileNotFoundError):
+                if os.fstat(fd).st_ino == path.stat().st_ino:
+                    os.truncate(fd, 0)
+                    os.write(fd, f"{os.getpid()}\n".encode())
+                    return cls(path, fd)
+            os.close(fd)
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o755, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"address: {directory}: {error.strerror}; set address to a path that can be written"
+        ) from None
+
+
+def _remove_stale(path: Path) -> None:
+    """A socket that a killed daemon left; the lock proves that nobody serves it. Anything else stays untouched."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"address: {path} exists and is not a socket; remove it, or set address to another path")
+        path.unlink()
+
+
+def _group(name: str) -> int | None:
+    if not name:
+        return None
+    try:
+        return int(name) if name.isdecimal() else grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigError(f"socket_group: there is no group {name!r}; set one that exists") from None
