@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from ..config import ModelConfig
 from ..program import Program
-from . import llama
+from . import gemma3, llama
 
 PROGRAMS: dict[str, Callable[[ModelConfig], Program]] = {
+    "gemma3": gemma3.program,
     "llama": llama.program,
     "mistral": llama.program,
     "qwen2": llama.program,

@@ -26,7 +26,7 @@ def rope(config: ModelConfig) -> Rope:
     if scaling.kind == "linear":
         return _rope(plain / np.float32(scaling.factor))
     if scaling.kind == "llama3":
-        return _rope(_llama3(plain, scaling))
+        return _rope(plain / llama3_divisors(scaling, config.rope_theta, rotary_dim))
     if scaling.kind == "yarn":
         return _rope(_yarn(plain, scaling, config.rope_theta, rotary_dim), scaling.attention_factor)
     raise ValueError(f"rope scaling {scaling.kind!r} is unknown; set rope_scaling to none, linear, llama3 or yarn")
@@ -49,14 +49,14 @@ def _rope(inv_freq: Float32, attention_factor: float = 1.0) -> Rope:
     return Rope(tuple(float(frequency) for frequency in inv_freq), attention_factor)
 
 
-def _llama3(inv_freq: Float32, scaling: RopeScaling) -> Float32:
-    """Llama 3.1: divide slow frequencies by the factor, keep fast ones, blend linearly between."""
-    original = scaling.original_max_position_embeddings
-    wavelength = 2 * math.pi / inv_freq
-    blend = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(blend, 0.0, 1.0)
-    stretched: Float32 = ((1 - kept) * inv_freq / scaling.factor + kept * inv_freq).astype(np.float32)
-    return stretched
+def llama3_divisors(scaling: RopeScaling, theta: float, rotary_dim: int) -> Float32:
+    """(rotary_dim / 2,): Llama 3.1 divides slow frequencies by the factor, keeps fast ones, and blends between."""
+    wavelength = 2 * math.pi / inverse_frequencies(theta, rotary_dim)
+    turns = scaling.original_max_position_embeddings / wavelength
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    divisors: Float32 = (1.0 / ((1 - kept) / scaling.factor + kept)).astype(np.float32)
+    return divisors
 
 
 def _yarn(inv_freq: Float32, scaling: RopeScaling, theta: float, rotary_dim: int) -> Float32:
