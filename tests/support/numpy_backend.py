@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from kvpool.model.backend import BackendLimits
-from kvpool.model.batch import Float32, SamplingBatch, StepBatch, StepResult
+from kvpool.model.batch import Float32, StepBatch, StepResult
 from kvpool.model.program import (
     Buffer,
     Embed,
@@ -25,7 +27,7 @@ from kvpool.model.program import (
     Weight,
 )
 from kvpool.model.weights import load_weight
-from numpy.typing import NDArray
+from tests.support.numpy_sampling import sample
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
@@ -48,24 +50,6 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
     half = len(cos)
     first, second = x[:, :half], x[:, half : 2 * half]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
-
-
-def greedy_rows(logits: Float32, sampling: SamplingBatch) -> tuple[NDArray[Any], ...]:
-    """Greedy (or target) tokens of (R, vocab_size) logits: the first five fields of a StepResult."""
-    count = len(logits)
-    wide = logits.astype(np.float64)
-    logprobs = wide - wide.max(axis=1, keepdims=True)
-    logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))
-    tokens = np.where(sampling.targets >= 0, sampling.targets, logits.argmax(axis=1)).astype(np.int32)
-    width = int(max(0, sampling.num_logprobs.max(initial=0)))
-    top_tokens = np.full((count, width), -1, np.int32)
-    top_logprobs = np.zeros((count, width), np.float32)
-    for row, wanted in enumerate(sampling.num_logprobs):
-        if wanted > 0:
-            best = np.argsort(-logits[row], kind="stable")[:wanted]
-            top_tokens[row, :wanted], top_logprobs[row, :wanted] = best, logprobs[row, best]
-    errors = np.isnan(logits).any(axis=1) | np.isposinf(logits).any(axis=1)
-    return tokens, logprobs[np.arange(count), tokens].astype(np.float32), top_tokens, top_logprobs, errors
 
 
 class NumpyBackend:
@@ -158,7 +142,7 @@ class NumpyBackend:
                 hidden = self._buffers[op.out.name].copy()
             elif isinstance(op, Logits):
                 logits = self._buffers[op.out.name]
-        sampled = greedy_rows(logits, batch.sampling)
+        sampled = sample(logits, batch.sampling)
         return StepResult(
             *sampled,
             compute_s=time.perf_counter() - start,
