@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import msgpack
 
-from .errors import InvalidArgument, ProtocolError
+from .errors import InvalidArgument, ProtocolError, TooLong
 from .messages import CLIENT_MESSAGES, DAEMON_MESSAGES, ClientMessage, DaemonMessage, Message
 from .schema import ListOf, Mismatch, Optional, Record, Spec, record_of, shown
 
@@ -27,7 +27,7 @@ class CodecLimits:
     max_map_items: int
 
 
-DAEMON_LIMITS = CodecLimits(max_message_bytes=4 * 2**20, max_array_items=4096, max_map_items=1024)
+DAEMON_LIMITS = CodecLimits(max_message_bytes=16 * 2**20, max_array_items=4096, max_map_items=1024)
 """What the daemon reads from anybody. Prompts of more than 4096 tokens therefore come packed."""
 
 CLIENT_LIMITS = CodecLimits(max_message_bytes=2**30, max_array_items=2**20, max_map_items=2**16)
@@ -47,7 +47,8 @@ def encode(message: Message) -> bytes:
 
 
 def encode_checked(message: Message, max_message_bytes: int = DAEMON_LIMITS.max_message_bytes) -> bytes:
-    """The bytes of a message built from a caller's values. Raises InvalidArgument naming the field that is wrong."""
+    """The bytes of a message built from a caller's values. Raises InvalidArgument naming the field that is wrong,
+    or TooLong naming the limit."""
     name, record = _RECORDS[type(message)]
     wire = _to_map(message, record)
     try:
@@ -56,7 +57,7 @@ def encode_checked(message: Message, max_message_bytes: int = DAEMON_LIMITS.max_
         raise InvalidArgument(fault.message, field=fault.path) from None
     packed: bytes = msgpack.packb({_TYPE: name, **wire})
     if len(packed) > max_message_bytes:
-        raise InvalidArgument(
+        raise TooLong(
             f"the message has {len(packed)} bytes and the daemon takes {max_message_bytes} (max_message_bytes)",
             field="prompt" if name in ("submit", "open", "append") else name,
         )
