@@ -1,0 +1,272 @@
+"""The client's half of the protocol as a state machine: bytes in, bytes out, and requests and calls that change.
+
+    DISCONNECTED --connected()--> GREETING --Welcome--> TYING --lifeline ATTACHED--> READY
+         ^                                                                             |
+         +-------------------------- lost(), Closing, bad bytes -----------------------+
+
+It knows no socket, no thread and no clock: a shell moves `outbox` and `lifeline_outbox` out and what arrives in, and
+says when the connection is lost. A lost connection fails every call and request at once, except requests with a linger
+time: those wait, and are attached again to the next session.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+from .codec import decode_daemon_message, encode, encode_checked
+from .errors import ConnectionLost, InvalidArgument, KVPoolError, ProtocolError, ShuttingDown, Unsupported, from_code
+from .lifeline import Frame, FrameKind, FrameReader, encode_frame
+from .messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    ClientMessage,
+    Closing,
+    DaemonMessage,
+    Failed,
+    Finished,
+    Generate,
+    Goodbye,
+    Hello,
+    Notice,
+    Reply,
+    Submit,
+    Tokens,
+    Welcome,
+)
+from .stream_state import StreamState
+
+
+class State(Enum):
+    DISCONNECTED = auto()
+    GREETING = auto()
+    TYING = auto()
+    READY = auto()
+
+
+class PendingCall:
+    """A question to the daemon that has no answer yet."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.done = False
+        self.error: KVPoolError | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._value: object = None
+
+    def settle(self, value: object = None, error: KVPoolError | None = None) -> None:
+        self._value, self.error, self.done = value, error, True
+        self.on_change()
+
+    def value(self) -> object:
+        """The answer. Raises the daemon's error."""
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
+class Core:
+    """One client's session with a daemon, and what it waits for."""
+
+    def __init__(self, client_name: str = "") -> None:
+        self.state = State.DISCONNECTED
+        self.welcome: Welcome | None = None
+        self.last_error: KVPoolError | None = None  # why the last connection ended
+        self.outbox: deque[bytes] = deque()
+        self.lifeline_outbox = bytearray()
+        self.on_change: Callable[[], None] = lambda: None  # the state is another one
+        self._client_name = client_name
+        self._frames = FrameReader()
+        self._streams: dict[str, StreamState] = {}
+        self._calls: dict[int, PendingCall] = {}
+        self._next_call_id = 1
+
+    # ---- the connection
+
+    def connected(self) -> None:
+        """Both sockets are open: say hello."""
+        self._frames = FrameReader()
+        self.outbox.append(encode(Hello((PROTOCOL_VERSION,), self._client_name, os.getpid())))
+        self._enter(State.GREETING)
+
+    def lost(self, error: KVPoolError, now_s: float) -> None:
+        """The connection ended. Whoever waits is told, or (requests that linger) goes on waiting for the next one."""
+        self.outbox.clear()
+        self.lifeline_outbox.clear()
+        self.welcome = None
+        self.last_error = error
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.settle(error=error)
+        for stream in list(self._streams.values()):
+            if stream.linger_s > 0 and not stream.abandoned:
+                if stream.detached_until is None:
+                    stream.detached_until = now_s + stream.linger_s
+            else:
+                self._end(stream, error)
+        self._enter(State.DISCONNECTED)
+
+    def expire(self, now_s: float) -> None:
+        """Give up requests whose linger time is over."""
+        for stream in list(self._streams.values()):
+            if stream.detached_until is not None and now_s >= stream.detached_until:
+                self._end(stream, self.last_error or ConnectionLost("the connection was lost"))
+
+    @property
+    def has_detached(self) -> bool:
+        """Some request waits for a new connection."""
+        return any(stream.detached_until is not None for stream in self._streams.values())
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self.on_change()
+
+    # ---- what the program asks
+
+    def submit(self, message: Submit | Generate, num_samples: int, linger_s: float = 0.0) -> StreamState:
+        """Start a request. Raises InvalidArgument for a request_id in use, and what encode_checked raises."""
+        if message.request_id in self._streams:
+            raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
+        self._send(message)
+        stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
+        self._streams[message.request_id] = stream
+        return stream
+
+    def attach(self, request_id: str, num_samples: int, window: int | None, linger_s: float = 0.0) -> StreamState:
+        """Follow a request that another process of this user started."""
+        if request_id in self._streams:
+            raise InvalidArgument(f"{request_id!r} is followed already", field="request_id")
+        stream = StreamState(request_id, num_samples, window, linger_s)
+        self._send(stream.attach())
+        self._streams[request_id] = stream
+        return stream
+
+    def call(self, make: Callable[[int], ClientMessage], name: str) -> PendingCall:
+        """Send the message that `make` builds around a fresh call_id, and remember who waits for its answer."""
+        call_id = self._next_call_id
+        self._send(make(call_id))
+        self._next_call_id += 1
+        pending = self._calls[call_id] = PendingCall(name)
+        return pending
+
+    def forget(self, pending: PendingCall) -> None:
+        """Nobody waits for this answer any more."""
+        self._calls = {number: call for number, call in self._calls.items() if call is not pending}
+
+    def cancel(self, stream: StreamState) -> None:
+        """Ask for the end of a request; its Finished will still come. Nothing to do when it is over."""
+        if stream.done or self._streams.get(stream.request_id) is not stream:
+            return
+        if self.state is State.READY and stream.detached_until is None:
+            self._send(Cancel(stream.request_id))
+        else:
+            self._end(stream, self.last_error or ConnectionLost("the connection was lost"))
+
+    def grant(self, stream: StreamState) -> None:
+        """Send the credit that reading has earned."""
+        if self.state is State.READY and stream.detached_until is None:
+            for credit in stream.credit_due():
+                self.outbox.append(encode(credit))
+
+    def goodbye(self) -> None:
+        if self.state is not State.DISCONNECTED:
+            self.outbox.append(encode(Goodbye()))
+
+    def _send(self, message: ClientMessage) -> None:
+        if self.state is not State.READY or self.welcome is None:
+            raise self.last_error or ConnectionLost("not connected")
+        self.outbox.append(encode_checked(message, self.welcome.limits.max_message_bytes))
+
+    # ---- what arrives
+
+    def receive(self, data: bytes) -> None:
+        """Take one message in. Raises a KVPoolError when the connection must end: bad bytes, refusal, Closing."""
+        message = decode_daemon_message(data)
+        if isinstance(message, Welcome):
+            self._welcomed(message)
+        elif isinstance(message, Failed):
+            self._failed(message)
+        elif isinstance(message, Closing):
+            if message.reason == "shutting_down":
+                raise ShuttingDown("the daemon shuts down")
+            raise ConnectionLost(f"the daemon closed the session: {message.reason}")
+        elif self.welcome is None or message.epoch != self.welcome.epoch:
+            raise ProtocolError(f"{type(message).__name__} does not belong to this session", field="epoch")
+        else:
+            self._dispatch(message)
+
+    def receive_lifeline(self, data: bytes) -> None:
+        """Take bytes of the lifeline in. Raises a KVPoolError when the daemon refuses it."""
+        for frame in self._frames.feed(data):
+            self._lifeline_frame(frame)
+
+    def _lifeline_frame(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.ATTACHED and self.state is State.TYING:
+            for stream in self._streams.values():
+                if stream.detached_until is not None:
+                    stream.detached_until = None
+                    self.outbox.append(encode(stream.attach()))
+            self._enter(State.READY)
+        elif frame.kind is FrameKind.REFUSED:
+            raise ConnectionLost(f"the daemon refused the lifeline: {frame.payload.decode(errors='replace')}")
+        else:
+            raise ProtocolError(f"{frame.kind.name} came out of turn", field="lifeline")
+
+    def _welcomed(self, message: Welcome) -> None:
+        if self.state is not State.GREETING:
+            raise ProtocolError("Welcome came out of turn")
+        if message.version != PROTOCOL_VERSION:
+            raise Unsupported(f"the daemon speaks protocol {message.version}, this client {PROTOCOL_VERSION}")
+        self.welcome = message
+        self.lifeline_outbox += encode_frame(FrameKind.TOKEN, message.lifeline_token)
+        self._enter(State.TYING)
+
+    def _failed(self, message: Failed) -> None:
+        error = from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
+        if message.request_id is not None:
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                self._end(stream, error)
+        elif message.call_id is not None:
+            pending = self._calls.pop(message.call_id, None)
+            if pending is not None:
+                pending.settle(error=error)
+        else:
+            raise error
+
+    def _dispatch(self, message: DaemonMessage) -> None:
+        if isinstance(message, Tokens):
+            for batch in message.events:
+                stream = self._streams.get(batch.request_id)
+                if stream is not None:
+                    stream.push(batch)
+        elif isinstance(message, Finished):
+            self._finished(message)
+        elif isinstance(message, Reply):
+            pending = self._calls.pop(message.call_id, None)
+            if pending is not None:
+                pending.settle(message.value)
+        elif isinstance(message, Notice):
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.notice(message)
+        elif not isinstance(message, Accepted):
+            raise ProtocolError(f"{type(message).__name__} came out of turn")
+
+    def _finished(self, message: Finished) -> None:
+        stream = self._streams.get(message.request_id)
+        if stream is not None:
+            stream.finish(message)
+            if stream.done:
+                del self._streams[message.request_id]
+
+    def _end(self, stream: StreamState, error: KVPoolError) -> None:
+        del self._streams[stream.request_id]
+        stream.fail(error)

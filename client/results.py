@@ -1,0 +1,69 @@
+"""What a request gives back: one `TokenEvent` per token while it runs, one `Result` when it is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import KVPoolError
+from .messages import Usage
+
+TAIL_TOKEN_ID = -1
+"""`token_id` of an event that brings only text: what was held back when a sequence was cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. `text` is what it added: the texts of a sample's events, joined, are its whole text."""
+
+    token_id: int
+    text: str
+    logprob: float | None  # natural log; None unless logprobs were asked for
+    index: int  # counts the sample's tokens from 0
+    sample: int  # which of the n sequences
+    top_logprobs: dict[int, float] | None = None  # token_id -> logprob, best first
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One of the n sequences of a request, complete. `error` is set when finish_reason is `error`."""
+
+    sample: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[float] | None
+    top_logprobs: list[dict[int, float]] | None
+    finish_reason: str  # stop | length | cancelled | deadline | error
+    usage: Usage
+    error: KVPoolError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request. The properties are those of its first sequence, which is the only one unless n > 1."""
+
+    request_id: str
+    outputs: tuple[Output, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def top_logprobs(self) -> list[dict[int, float]] | None:
+        return self.outputs[0].top_logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        return self.outputs[0].usage

@@ -1,0 +1,202 @@
+"""One request as the client sees it: tokens arriving, tokens read, credit owed. No sockets, no threads, no clock.
+
+The daemon may send `window` tokens of a sample ahead of the reader. Every half window that was read is granted again,
+so a reader that stops is paused alone and a reader that keeps up never waits for credit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from .errors import KVPoolError, ProtocolError, from_code
+from .messages import Attach, Credit, Finished, Notice, TokenBatch, Usage
+from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
+
+
+class _SampleState:
+    """What has arrived of one sequence, and how much of it was read since credit was last granted."""
+
+    __slots__ = (
+        "error",
+        "finish_reason",
+        "logprobs",
+        "texts",
+        "token_ids",
+        "top_logprobs",
+        "ungranted",
+        "unread",
+        "usage",
+    )
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.texts: list[str] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.unread = 0
+        self.ungranted = 0
+        self.finish_reason: str | None = None
+        self.usage = Usage()
+        self.error: KVPoolError | None = None
+
+    def output(self, sample: int) -> Output:
+        return Output(
+            sample=sample,
+            token_ids=self.token_ids,
+            text="".join(self.texts),
+            logprobs=self.logprobs or None,
+            top_logprobs=self.top_logprobs or None,
+            finish_reason=self.finish_reason or "error",
+            usage=self.usage,
+            error=self.error,
+        )
+
+
+class StreamState:
+    """Everything known of one request. `on_change` is called whenever something arrived that a reader may wait for."""
+
+    def __init__(self, request_id: str, num_samples: int, window: int | None, linger_s: float = 0.0) -> None:
+        self.request_id = request_id
+        self.window = window
+        self.linger_s = linger_s
+        self.detached_until: float | None = None  # set while the connection is lost and the request lingers
+        self.error: KVPoolError | None = None
+        self.paused: str | None = None  # the daemon's reason, while it has paused this request
+        self.abandoned = False  # nobody will read it; only its end is awaited
+        self.on_change: Callable[[], None] = _nothing
+        self._samples = [_SampleState() for _ in range(num_samples)]
+        self._events: deque[TokenEvent] = deque()
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    @property
+    def done(self) -> bool:
+        """No message about this request will come any more."""
+        return self.error is not None or all(sample.finish_reason is not None for sample in self._samples)
+
+    # ---- what arrives
+
+    def push(self, batch: TokenBatch) -> None:
+        """Take new tokens in. Tokens that are here already (sent again after Attach) are skipped. Raises ProtocolError
+        for a gap, for lists of different lengths and for a sample that was not asked for."""
+        sample = self._sample(batch.sample)
+        known = len(sample.token_ids) - batch.index
+        count = len(batch.token_ids)
+        if known < 0:
+            raise ProtocolError(f"token {len(sample.token_ids)} of {self.request_id} is missing", field="index")
+        for name in ("texts", "logprobs", "top_logprobs"):
+            if len(getattr(batch, name)) not in (0, count):
+                raise ProtocolError(f"must be empty or have {count} items", field=name)
+        for i in range(known, count):
+            self._append(sample, batch, i)
+        self.on_change()
+
+    def _append(self, sample: _SampleState, batch: TokenBatch, i: int) -> None:
+        token_id = batch.token_ids[i]
+        text = batch.texts[i] if batch.texts else ""
+        logprob = batch.logprobs[i] if batch.logprobs else None
+        top = dict(batch.top_logprobs[i]) if batch.top_logprobs else None
+        sample.token_ids.append(token_id)
+        sample.texts.append(text)
+        if logprob is not None:
+            sample.logprobs.append(logprob)
+        if top is not None:
+            sample.top_logprobs.append(top)
+        if not self.abandoned:
+            sample.unread += 1
+            self._events.append(TokenEvent(token_id, text, logprob, batch.index + i, batch.sample, top))
+
+    def finish(self, message: Finished) -> None:
+        """Take the last message about a sample in. Raises ProtocolError for a second one."""
+        sample = self._sample(message.sample)
+        if sample.finish_reason is not None:
+            raise ProtocolError(f"sample {message.sample} of {self.request_id} finished twice", field="sample")
+        sample.finish_reason = message.finish_reason
+        sample.usage = message.usage
+        if message.error is not None:
+            error = message.error
+            sample.error = from_code(error.code, error.message, field=error.field, retry_after_ms=error.retry_after_ms)
+        if message.text:
+            sample.texts.append(message.text)
+            if not self.abandoned:
+                index = len(sample.token_ids)
+                self._events.append(TokenEvent(TAIL_TOKEN_ID, message.text, None, index, message.sample))
+        self.on_change()
+
+    def fail(self, error: KVPoolError) -> None:
+        """End the request as a whole; a request that is over stays as it is."""
+        if not self.done:
+            self.error = error
+        self.detached_until = None
+        self.on_change()
+
+    def notice(self, message: Notice) -> None:
+        self.paused = message.reason or message.kind if message.kind == "paused" else None
+
+    def _sample(self, number: int) -> _SampleState:
+        if number >= len(self._samples):
+            raise ProtocolError(f"{self.request_id} has {len(self._samples)} samples", field="sample")
+        return self._samples[number]
+
+    # ---- what the reader does
+
+    def take(self) -> TokenEvent | None:
+        """The next token in order of arrival, or None when nothing waits to be read."""
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        if event.token_id != TAIL_TOKEN_ID:
+            sample = self._samples[event.sample]
+            sample.unread -= 1
+            sample.ungranted += 1
+        return event
+
+    def take_all(self) -> None:
+        """Read everything that waits, for a reader who only wants the result."""
+        self._events.clear()
+        for sample in self._samples:
+            sample.ungranted += sample.unread
+            sample.unread = 0
+
+    def credit_due(self) -> list[Credit]:
+        """Grants to send now; each is returned once."""
+        if self.window is None:
+            return []
+        grants = []
+        for number, sample in enumerate(self._samples):
+            if sample.ungranted * 2 >= self.window and sample.finish_reason is None:
+                grants.append(Credit(self.request_id, sample.ungranted, number))
+                sample.ungranted = 0
+        return grants
+
+    def attach(self) -> Attach:
+        """What to say on a new connection to go on from here. All credit is granted anew."""
+        for sample in self._samples:
+            sample.ungranted = 0
+        unread = max(sample.unread for sample in self._samples)
+        return Attach(
+            self.request_id,
+            have=tuple(len(sample.token_ids) for sample in self._samples),
+            credit=None if self.window is None else max(0, self.window - unread),
+        )
+
+    def abandon(self) -> None:
+        """Nobody reads this any more: drop what waits, keep nothing that comes."""
+        self.abandoned = True
+        self._events.clear()
+
+    def result(self) -> Result:
+        """The finished request. Raises its error when it was refused, was lost, or no sample succeeded."""
+        if self.error is not None:
+            raise self.error
+        outputs = tuple(sample.output(number) for number, sample in enumerate(self._samples))
+        if all(output.error is not None for output in outputs) and outputs[0].error is not None:
+            raise outputs[0].error
+        return Result(self.request_id, outputs)
+
+
+def _nothing() -> None:
+    pass
