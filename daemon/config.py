@@ -12,10 +12,11 @@ import pwd
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .limits import OwnerLimits, SchedulerLimits
 from .options import MODE, SWITCH, ConfigError, Option, choice, number, option, options, quote, size, text, whole
 
 FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S")
@@ -24,22 +25,26 @@ FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S")
 
 @dataclass(frozen=True, slots=True)
 class UserLimits:
-    """What one user may have at once. `[defaults]` holds for everybody, `[users.NAME_or_uid]` for one."""
+    """What one user may have at once. `[defaults]` holds for everybody, `[users.NAME_or_uid]` for one.
 
-    weight: float = option(
-        1.0, number(0.001, 1000.0), "share of the tokens per step against other users", reloadable=True
-    )
-    max_blocks: int | None = option(
-        None, whole(1, 2**31 - 1, auto=True), "blocks held at once (auto: all)", reloadable=True
-    )
+    The names are those of `limits.OwnerLimits`, which the scheduler obeys; auto means no limit of its own.
+    """
+
+    weight: float = option(1.0, number(0.001, 1000.0), "share of the tokens against other users", reloadable=True)
+    max_blocks: int | None = option(None, whole(1, 2**31 - 1, auto=True), "blocks held at once", reloadable=True)
     max_sequences: int | None = option(
-        None,
-        whole(1, 1_000_000, auto=True),
-        "sequences alive at once, queued ones included (auto: no limit)",
-        reloadable=True,
+        None, whole(1, 1_000_000, auto=True), "sequences alive at once: queued, running and paused", reloadable=True
     )
-    max_queued: int | None = option(
-        None, whole(1, 1_000_000, auto=True), "sequences waiting at once (auto: max_queued_requests)", reloadable=True
+    max_running: int | None = option(None, whole(1, 4096, auto=True), "sequences in one step", reloadable=True)
+    max_queued: int | None = option(None, whole(1, 1_000_000, auto=True), "sequences waiting at once", reloadable=True)
+    max_pinned_blocks: int | None = option(
+        None, whole(0, 2**31 - 1, auto=True), "blocks pinned in the prefix cache (auto: an eighth)", reloadable=True
+    )
+    tokens_per_s: float | None = option(
+        None, number(0.1, 1e9, auto=True), "tokens computed per second, prompts included", reloadable=True
+    )
+    max_priority: int | None = option(
+        None, whole(-100, 100, auto=True), "a more urgent request is treated as this urgent", reloadable=True
     )
 
 
@@ -82,8 +87,14 @@ class Config:
     max_queued_requests: int = option(
         1024, whole(1, 1_000_000), "sequences waiting, all users together", reloadable=True
     )
+    ageing_s: float = option(
+        10.0,
+        number(0.1, 86_400.0, "SECONDS"),
+        "a waiting sequence becomes one priority class more urgent after each",
+        reloadable=True,
+    )
     max_clients: int = option(1024, whole(1, 65_536), "client sessions at once", reloadable=True)
-    max_message_bytes: int = option(16 << 20, size(), "largest message a client may send")
+    max_message_bytes: int = option(4 << 20, size(), "largest message a client may send")
     max_undelivered_events: int = option(
         4096,
         whole(16, 1_000_000),
@@ -116,6 +127,18 @@ class Config:
 
     def limits_of(self, uid: int) -> UserLimits:
         return self.users.get(uid, self.defaults)
+
+    def scheduler_limits(self, max_model_len: int) -> SchedulerLimits:
+        """What the scheduler is to obey."""
+        return SchedulerLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            max_queued=self.max_queued_requests,
+            ageing_s=self.ageing_s,
+            defaults=OwnerLimits(**asdict(self.defaults)),
+            owners={uid: OwnerLimits(**asdict(limits)) for uid, limits in self.users.items()},
+        )
 
     def changed(self, other: Config) -> tuple[list[str], list[str]]:
         """Names in which `other` differs: those that a reload can apply, and those that need a restart."""

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import zmq
 
+from ..client.address import MAX_PATH_BYTES
+from ..client.lifeline import LIFELINE_SUFFIX
 from .config import Config
 from .options import ConfigError
 
-MAX_PATH_BYTES = 107  # sockaddr_un
-LIFELINE_SUFFIX = ".life"
 LOCK_SUFFIX = ".lock"
 BACKLOG = 1024
 
@@ -40,10 +40,8 @@ def socket_path(address: str, environ: Mapping[str, str]) -> Path:
         path = Path(address.removeprefix("ipc://"))
     if not path.is_absolute():
         raise ConfigError(f"address: {address!r} cannot be used; set it to an absolute path, or ipc:// and one")
-    if len(os.fsencode(path)) + len(LIFELINE_SUFFIX) > MAX_PATH_BYTES:
-        raise ConfigError(
-            f"address: {path} is longer than {MAX_PATH_BYTES - len(LIFELINE_SUFFIX)} bytes; set a shorter one"
-        )
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ConfigError(f"address: {path} is longer than {MAX_PATH_BYTES} bytes; set a shorter one")
     return path
 
 

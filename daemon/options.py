@@ -6,6 +6,7 @@ environment names, the TOML keys, the printed configuration and every error, so 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, field, fields
@@ -116,22 +117,22 @@ def whole(minimum: int, maximum: int, *, auto: bool = False) -> Kind:
     return Kind("N|auto" if auto else "N", parse, _show_or_auto(str), allowed)
 
 
-def number(minimum: float, maximum: float, metavar: str = "X") -> Kind:
-    """A finite number in a closed range."""
-    allowed = f"{minimum:g} to {maximum:g}"
+def number(minimum: float, maximum: float, metavar: str = "X", *, auto: bool = False) -> Kind:
+    """A finite number in a closed range; with `auto` also the word "auto", which reads as None."""
+    allowed = f"{minimum:g} to {maximum:g}" + (" or auto" if auto else "")
 
-    def parse(value: object) -> float:
+    def parse(value: object) -> float | None:
+        if auto and value == "auto":
+            return None
         try:
-            found = (
-                float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else minimum - 1
-            )
+            found = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
         except (ValueError, OverflowError):
-            found = minimum - 1
+            found = math.nan
         if not minimum <= found <= maximum:
             raise ValueError(f"set it to a number, {allowed}")
         return found
 
-    return Kind(metavar, parse, lambda value: f"{value!r}", allowed)
+    return Kind(metavar + "|auto" * auto, parse, _show_or_auto(repr), allowed)
 
 
 _UNITS = {"": 1, "B": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,14 @@ def test_users_start_from_the_defaults(tmp_path: Path) -> None:
     config = load_text(tmp_path, f"[users.{os.getuid()}]\nmax_blocks = 7\n[defaults]\nweight = 3\n")
     assert config.limits_of(os.getuid()) == UserLimits(weight=3.0, max_blocks=7)
     assert config.limits_of(os.getuid() + 1) == UserLimits(weight=3.0)
+
+
+def test_the_scheduler_gets_every_limit() -> None:
+    config = Config(max_num_seqs=3, users={7: UserLimits(weight=2.0, max_running=1, tokens_per_s=5.0)})
+    limits = config.scheduler_limits(max_model_len=99)
+    assert (limits.max_num_seqs, limits.max_model_len, limits.max_queued) == (3, 99, config.max_queued_requests)
+    assert {row.name for row in options(UserLimits)} == {row.name for row in fields(limits.of(7))}
+    assert (limits.of(7).weight, limits.of(7).max_running, limits.of(8).weight) == (2.0, 1, 1.0)
 
 
 def test_reload_tells_what_needs_a_restart() -> None:
