@@ -88,17 +88,22 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE: of all neighbours that together are a token, join those with the best score first."""
+    """SentencePiece's BPE: of all neighbours that together are a token, join those with the best score first.
+
+    Every way to split a token into two tokens is a merge, ranked by the token's score, then by the ids of its halves.
+    (SentencePiece itself breaks that last tie by position, which no list of merges can say. It matters where two ways
+    to make one token overlap in the text; Hugging Face's converted tokenizers rank them as here.)
+    """
     ids, scores = vocabulary.ids(), vocabulary.scores()
-    # Every way to split a token is a merge; its rank is the token's score, then the order of the vocabulary.
-    ranked = sorted(range(len(vocabulary.tokens)), key=lambda token_id: -scores[token_id])
-    merges = []
-    for token_id in ranked:
+    merges: list[tuple[str, str]] = []
+    for token_id in sorted(range(len(vocabulary.tokens)), key=lambda token_id: -scores[token_id]):
         text = vocabulary.tokens[token_id]
-        if vocabulary.kinds[token_id] in (NORMAL, USER_DEFINED, UNUSED):
-            merges += [
-                (text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids
-            ]
+        if vocabulary.kinds[token_id] not in (NORMAL, USER_DEFINED, UNUSED):
+            continue
+        splits = [(text[:cut], text[cut:]) for cut in range(1, len(text)) if text[:cut] in ids and text[cut:] in ids]
+        if len(splits) > 1:
+            splits.sort(key=lambda halves: (ids[halves[0]], ids[halves[1]]))
+        merges += splits
     unknown = vocabulary.tokens[vocabulary.get("unknown_token_id", 0)]
     inner = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     _mark_spaces(inner, vocabulary)

@@ -50,7 +50,30 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+# What config.json of another family says besides the defaults above.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {"use_sliding_window": False, "attention_bias": True},
+    "qwen3": {},
+    "gemma3_text": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+}
+
+
 def write_tiny_llama(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """`write_tiny_model` of the Llama family."""
+    return write_tiny_model(directory, "llama", seed=seed, **overrides)
+
+
+def write_tiny_model(directory: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json into `directory`; return it.
 
     `overrides` are keys of config.json (`num_hidden_layers=4`, `tie_word_embeddings=True`, ...). Weights are float32,
@@ -58,7 +81,7 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, **overrides: Any) -> Pat
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = _DEFAULTS | overrides
+    config = _DEFAULTS | {"model_type": model_type} | _FAMILIES[model_type] | overrides
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     save_file(_random_weights(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
     build_tiny_tokenizer(min(config["vocab_size"], 384)).save(str(directory / "tokenizer.json"))
@@ -94,21 +117,26 @@ def _random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     hidden, ffn, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    is_gemma = config["model_type"] == "gemma3_text"
+    norm_mean = 0.0 if is_gemma else 1.0  # Gemma stores w with 1 + w meant
 
     def matrix(rows: int, cols: int, gain: float = 1.0) -> np.ndarray:
         return random.normal(0.0, gain / np.sqrt(cols), (rows, cols)).astype(np.float32)
 
-    def vector(size: int, around: float = 1.0) -> np.ndarray:
-        return random.normal(around, 0.1, size).astype(np.float32)
+    def vector(size: int, mean: float = norm_mean) -> np.ndarray:
+        return random.normal(mean, 0.1, size).astype(np.float32)
 
+    embedding_std = 0.4 if config["tie_word_embeddings"] else 1.0
     tensors = {
-        "model.embed_tokens.weight": random.normal(0.0, 1.0, (config["vocab_size"], hidden)).astype(np.float32),
+        "model.embed_tokens.weight": random.normal(0.0, embedding_std, (config["vocab_size"], hidden)).astype(
+            np.float32
+        ),
         "model.norm.weight": vector(hidden),
     }
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = matrix(config["vocab_size"], hidden, gain=3.0)
     for layer in range(config["num_hidden_layers"]):
-        shapes = {
+        linears = {
             "self_attn.q_proj": (q_rows, hidden, 2.0),
             "self_attn.k_proj": (kv_rows, hidden, 2.0),
             "self_attn.v_proj": (kv_rows, hidden, 2.0),
@@ -117,10 +145,18 @@ def _random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
             "mlp.up_proj": (ffn, hidden, 1.0),
             "mlp.down_proj": (hidden, ffn, 1.0),
         }
-        for name, (rows, cols, gain) in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = matrix(rows, cols, gain)
-            if config["attention_bias" if name.startswith("self") else "mlp_bias"]:
-                tensors[f"model.layers.{layer}.{name}.bias"] = vector(rows, around=0.0)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = vector(hidden)
+        biased = {name for name in linears if config["attention_bias" if name.startswith("self") else "mlp_bias"]}
+        if config["model_type"] == "qwen2":
+            biased.discard("self_attn.o_proj")
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if is_gemma:
+            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+        if is_gemma or config["model_type"] == "qwen3":
+            norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+        prefix = f"model.layers.{layer}"
+        for name, (rows, cols, gain) in linears.items():
+            tensors[f"{prefix}.{name}.weight"] = matrix(rows, cols, gain)
+            if name in biased:
+                tensors[f"{prefix}.{name}.bias"] = vector(rows, mean=0.0)
+        tensors |= {f"{prefix}.{name}.weight": vector(size) for name, size in norms.items()}
     return tensors
