@@ -117,7 +117,8 @@ def _local_theta(values: Mapping[str, Any], rope: Mapping[str, Mapping[str, Any]
 def _windows(family: str, values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Each layer's window, 0 where it sees everything."""
     window = values.get("sliding_window") or 0
-    if not window or family == "llama" or not values.get("use_sliding_window", True):
+    is_qwen = family.startswith("qwen")
+    if not window or family == "llama" or not values.get("use_sliding_window", not is_qwen):
         return ()
     kinds = values.get("layer_types")
     if kinds:
@@ -125,7 +126,7 @@ def _windows(family: str, values: Mapping[str, Any], layers: int) -> tuple[int, 
     if family == "gemma3":
         pattern = values.get("sliding_window_pattern") or values.get("_sliding_window_pattern") or 6
         return tuple(0 if (layer + 1) % pattern == 0 else window for layer in range(layers))
-    first = values.get("max_window_layers", 0) if family.startswith("qwen") else 0
+    first = values.get("max_window_layers", 0) if is_qwen else 0
     return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
