@@ -1,0 +1,278 @@
+"""Causal attention over paged K and V, with the same bits for a query whatever else is in the step.
+
+A query's context is cut into splits of SPLIT tokens at fixed positions. Within a split: scores, one fused multiply-add
+chain over head_dim each; their maximum; exponentials; their sum, by lane (position mod 16) in order and then as a tree;
+and the weighted values, one chain over tokens in order. Splits are merged in order by log-sum-exp. A token that a query
+does not see adds an exact zero, and a split without any is skipped, so it makes no difference that another row of the
+tile sees it. Slots past the sequence's end enter no arithmetic that is kept.
+
+A *partial* is the result of some splits: [rows, head_width] weighted values, [rows] maxima, [rows] sums.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import table as t
+from .jit import kernel
+from .memory import (
+    atomic_add,
+    atomic_store,
+    load_f32,
+    load_i32,
+    load_u16,
+    load_u32,
+    store_f32,
+    store_i64,
+    store_u16,
+    store_u32,
+)
+from .plan import (
+    ARRIVAL,
+    FIRST_POSITION,
+    FIRST_ROW,
+    FIRST_SPLIT,
+    KV_HEAD,
+    LAST_SPLIT,
+    NUM_QUERIES,
+    NUM_SPLITS,
+    PARTIAL,
+    SEQUENCE,
+    SPLIT,
+    TILE_ROWS,
+    UNIT_BYTES,
+)
+from .product import product
+from .rope import key_head_bytes, value_head_bytes
+from .table import float_word, word
+from .tile import kv_format
+from .variant import BFLOAT16, Variant
+from .vectors import exp, load, max_lanes, maximum, select_range, splat, store, sum_lanes
+
+PANELS = SPLIT // 16
+ZERO = np.float32(0.0)
+MINUS_INFINITY = np.float32(-np.inf)
+
+
+def tile_rows(queries_per_kv_head: int) -> int:
+    """Most query rows in a unit."""
+    return max(TILE_ROWS, queries_per_kv_head)
+
+
+def partial_bytes(queries_per_kv_head: int, head_width: int) -> int:
+    return -(-tile_rows(queries_per_kv_head) * (head_width + 2) * 4 // 64) * 64
+
+
+def scratch_bytes(queries_per_kv_head: int, head_width: int) -> int:
+    """Per thread: queries, scores, two partials, two tables of panels, and gathered K and V of a split."""
+    rows = tile_rows(queries_per_kv_head)
+    partials = 2 * partial_bytes(queries_per_kv_head, head_width)
+    return rows * (head_width + SPLIT) * 4 + partials + 2 * PANELS * 8 + 2 * SPLIT * head_width * 4
+
+
+# -- partial results --------------------------------------------------------------------------------------------------
+
+
+@kernel
+def clear(partial: int, rows: int, head_width: int) -> None:
+    """No token seen: all sums zero."""
+    for r in range(rows):
+        store_f32(partial + rows * (head_width + 1) * 4 + 4 * r, ZERO)
+
+
+@kernel
+def merge(into: int, part: int, rows: int, head_width: int) -> None:
+    """Add the splits of `part` to `into`, row by row; rows whose sum is zero saw nothing."""
+    maxima, sums = rows * head_width * 4, rows * (head_width + 1) * 4
+    for r in range(rows):
+        part_sum, into_sum = load_f32(part + sums + 4 * r), load_f32(into + sums + 4 * r)
+        if part_sum == ZERO:
+            continue
+        part_max = load_f32(part + maxima + 4 * r)
+        source, target = part + r * head_width * 4, into + r * head_width * 4
+        if into_sum == ZERO:
+            store_f32(into + maxima + 4 * r, part_max)
+            store_f32(into + sums + 4 * r, part_sum)
+            for i in range(0, 4 * head_width, 64):
+                store(target + i, load(source + i))
+            continue
+        into_max = load_f32(into + maxima + 4 * r)
+        top = max(into_max, part_max)
+        keep, add = exp(splat(into_max - top)), exp(splat(part_max - top))
+        total = splat(into_sum) * keep + splat(part_sum) * add
+        store_f32(into + maxima + 4 * r, top)
+        store_f32(into + sums + 4 * r, max_lanes(total))
+        for i in range(0, 4 * head_width, 64):
+            store(target + i, load(target + i) * keep + load(source + i) * add)
+
+
+@kernel
+def write_rows(partial: int, row: int, state: int, unit: int) -> None:
+    """out = weighted values / sum, for every query row of the unit."""
+    head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
+    group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
+    rows = word(unit, NUM_QUERIES) * group
+    whole = head_dim & -16
+    for r in range(rows):
+        total = load_f32(partial + rows * (head_width + 1) * 4 + 4 * r)
+        source = partial + r * head_width * 4
+        out = word(row, t.OUT) + (word(unit, FIRST_ROW) + r // group) * word(row, t.OUT_STRIDE)
+        out += (word(unit, KV_HEAD) * group + r % group) * head_dim * 4
+        for i in range(0, 4 * whole, 64):
+            store(out + i, load(source + i) / splat(total))
+        for i in range(4 * whole, 4 * head_dim, 4):
+            store_f32(out + i, load_f32(source + i) / total)
+
+
+# -- one split --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def gather_queries(row: int, state: int, unit: int, out: int) -> None:
+    """Copy the unit's query rows, scaled, to (rows, head_width)."""
+    head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
+    group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
+    scale = splat(float_word(row, t.SCALAR))
+    for r in range(word(unit, NUM_QUERIES) * group):
+        x = word(row, t.X) + (word(unit, FIRST_ROW) + r // group) * word(row, t.X_STRIDE)
+        x += (word(unit, KV_HEAD) * group + r % group) * head_dim * 4
+        for i in range(0, head_width, 16):
+            value = load(x + 4 * i) * scale
+            store(out + 4 * (r * head_width + i), select_range(0, head_dim - i, value, splat(ZERO)))
+
+
+@kernel
+def gather_token(variant: Variant, key: int, value: int, keys: int, values: int, token: int, state: int) -> None:
+    """Copy one token's K column and V row out of a block into panels of 16 tokens (block sizes that are none)."""
+    head_width, block_size = word(state, t.HEAD_WIDTH), word(state, t.BLOCK_SIZE)
+    lanes = key_head_bytes(variant, word(state, t.HEAD_DIM), 1) // 4
+    keys += (token >> 4) * lanes * 64 + (token & 15) * 4
+    for lane in range(lanes):
+        store_u32(keys + lane * 64, load_u32(key + lane * block_size * 4))
+    if kv_format(variant) == BFLOAT16:
+        values += (token >> 1) * head_width * 4 + (token & 1) * 2
+        for d in range(head_width):
+            store_u16(values + 4 * d, load_u16(value + 4 * d))
+    else:
+        for i in range(0, 4 * head_width, 64):
+            store(values + token * head_width * 4 + i, load(value + i))
+
+
+@kernel
+def find_panels(
+    variant: Variant, row: int, state: int, unit: int, start: int, low: int, high: int, tables: int, gathered: int
+) -> None:
+    """Fill two tables with the addresses of the split's K and V panels, for tokens start + low .. start + high - 1."""
+    block_size, head_width = word(state, t.BLOCK_SIZE), word(state, t.HEAD_WIDTH)
+    key_bytes = key_head_bytes(variant, word(state, t.HEAD_DIM), block_size)
+    value_bytes = value_head_bytes(variant, head_width, block_size)
+    lanes = key_bytes // (4 * block_size)
+    bf16 = kv_format(variant) == BFLOAT16
+    blocks = word(state, t.BLOCK_TABLES) + word(unit, SEQUENCE) * word(state, t.MAX_BLOCKS) * 4
+    k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * key_bytes
+    v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * value_bytes
+    in_place = block_size % 16 == 0
+    keys, values = gathered, gathered + SPLIT * head_width * 4
+    for token in range(low & -16, high, 16 if in_place else 1):
+        if token < low and not in_place:  # before the window: the block may be gone
+            if token & 1 == 0 or not bf16:
+                for i in range(0, 4 * head_width, 64):
+                    store(values + (token >> 1 if bf16 else token) * head_width * 4 + i, splat(ZERO))
+            continue
+        block = load_i32(blocks + (start + token) // block_size * 4) * word(state, t.BLOCK_BYTES)
+        offset = (start + token) % block_size
+        v_row = (offset >> 1) * head_width * 4 if bf16 else offset * head_width * 4
+        key, value = k_base + block + offset * 4, v_base + block + v_row
+        if in_place:
+            store_i64(tables + (token >> 4) * 8, key)
+            store_i64(tables + (PANELS + (token >> 4)) * 8, value)
+        else:
+            gather_token(variant, key, value + (offset & 1) * 2 if bf16 else value, keys, values, token, state)
+    if not in_place:
+        for panel in range(low >> 4, (high + 15) >> 4):
+            store_i64(tables + panel * 8, keys + panel * lanes * 64)
+            store_i64(tables + (PANELS + panel) * 8, values + panel * (8 if bf16 else 16) * head_width * 4)
+
+
+@kernel
+def soften(scores: int, first: int, last: int, low: int, high: int, maximum_at: int, sum_at: int) -> None:
+    """scores -> exp(scores - max) over tokens low .. high - 1, exact zeros elsewhere in panels first .. last - 1."""
+    nothing = splat(MINUS_INFINITY)
+    best = nothing
+    for panel in range(first, last):
+        value = load(scores + panel * 64)
+        if panel * 16 < low or panel * 16 + 16 > high:
+            value = select_range(low - panel * 16, high - panel * 16, value, nothing)
+        best = maximum(value, best)
+    top = max_lanes(best)
+    total = splat(ZERO)
+    for panel in range(first, last):
+        value = exp(load(scores + panel * 64) - splat(top))
+        if panel * 16 < low or panel * 16 + 16 > high:
+            value = select_range(low - panel * 16, high - panel * 16, value, splat(ZERO))
+        total = total + value
+        store(scores + panel * 64, value)
+    store_f32(maximum_at, top)
+    store_f32(sum_at, sum_lanes(total))
+
+
+@kernel
+def attend_split(
+    variant: Variant, row: int, state: int, unit: int, split: int, queries: int, scratch: int, partial: int
+) -> None:
+    """Write the partial of one split for all query rows of the unit."""
+    head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
+    group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
+    rows, window = word(unit, NUM_QUERIES) * group, word(row, t.WINDOW)
+    position, start = word(unit, FIRST_POSITION), split * SPLIT
+    low = max(0, position - window + 1 - start) if window else 0
+    high = min(SPLIT, position + word(unit, NUM_QUERIES) - start)
+    if low >= high:
+        clear(partial, rows, head_width)
+        return
+    scores, tables = scratch, scratch + rows * SPLIT * 4
+    find_panels(variant, row, state, unit, start, low, high, tables, tables + 2 * PANELS * 8)
+    first, last = low >> 4, (high + 15) >> 4
+    k_stride = word(state, t.BLOCK_SIZE) * 4 if word(state, t.BLOCK_SIZE) % 16 == 0 else 64
+    k = (head_dim + 1) & -2 if kv_format(variant) == BFLOAT16 else head_dim
+    product(
+        variant, kv_format(variant), rows, last - first, queries, head_width * 4, tables + first * 8,
+        0, 8, 0, 0, 1, k, k, k_stride, scores + first * 64, SPLIT * 4, 0, 0,
+    )  # fmt: skip
+    maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
+    for r in range(rows):
+        seen = position + r // group + 1 - start  # tokens of this split up to the query's own
+        row_low = min(SPLIT, max(0, seen - window)) if window else 0
+        row_high = max(row_low, min(SPLIT, seen))
+        soften(scores + r * SPLIT * 4, first, last, row_low, row_high, maxima + 4 * r, sums + 4 * r)
+    product(
+        variant, kv_format(variant), rows, head_width >> 4, scores + first * 64, SPLIT * 4, tables + (PANELS + first) * 8,
+        8, 0, 64, 0, last - first, 16, high - 16 * (last - 1), head_width * 4, partial, head_width * 4, 0, 0,
+    )  # fmt: skip
+
+
+@kernel
+def attend(variant: Variant, row: int, state: int, number: int, scratch: int) -> None:
+    """Run unit `number` of the plan. The thread that delivers the last split of a divided tile merges them all."""
+    unit = word(state, t.UNITS) + number * UNIT_BYTES
+    head_width, size = word(state, t.HEAD_WIDTH), word(state, t.PARTIAL_BYTES)
+    rows = word(unit, NUM_QUERIES) * (word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS))
+    queries, running, part = scratch, scratch + rows * head_width * 4, scratch + rows * head_width * 4 + size
+    gather_queries(row, state, unit, queries)
+    splits = word(unit, NUM_SPLITS)
+    if word(unit, LAST_SPLIT) - word(unit, FIRST_SPLIT) < splits:
+        split = word(unit, FIRST_SPLIT)
+        slot = word(unit, PARTIAL)
+        attend_split(variant, row, state, unit, split, queries, part, slot + split * size)
+        if atomic_add(word(unit, ARRIVAL), 1) + 1 < splits:
+            return
+        atomic_store(word(unit, ARRIVAL), 0)
+        clear(running, rows, head_width)
+        for split in range(splits):
+            merge(running, slot + split * size, rows, head_width)
+    else:
+        clear(running, rows, head_width)
+        for split in range(splits):
+            attend_split(variant, row, state, unit, split, queries, part + size, part)
+            merge(running, part, rows, head_width)
+    write_rows(running, row, state, unit)

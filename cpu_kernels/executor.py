@@ -1,0 +1,141 @@
+"""The loop that every thread runs: wait for a step, work through its operations, say when the step is done.
+
+An operation is divided into units that threads claim one by one; the next operation starts when all units are done.
+Nobody waits for a thread, only for work: a thread that lost its processor between two units delays no one, and skips
+what the others did meanwhile. Counters carry the step's number in their high half, so that such a latecomer can never
+claim, or count, a unit of a later step.
+"""
+
+from __future__ import annotations
+
+from . import table as t
+from .attention import attend
+from .jit import entry_point, kernel
+from .linear import linear, linear_units
+from .memory import (
+    atomic_add,
+    atomic_load,
+    compare_exchange,
+    flush_denormals,
+    pause,
+    signal_event,
+    store_i64,
+    wait_event,
+    yield_processor,
+)
+from .plan import plan_attention
+from .rope import rope_kv_write
+from .rowwise import embed, gated_activation, rms_norm, select_rows
+from .sample import sample
+from .table import ROW_BYTES, rows_of, rows_per_unit, word
+from .variant import Variant
+
+PROGRESS_BYTES = 128  # per operation: the next unit to claim and the units done, a cache line each
+GENERATION_SHIFT = 32
+SPINS = 2000  # some 20 microseconds; then the processor is offered to whoever holds the unit we wait for
+
+
+@kernel
+def units_of(row: int, state: int) -> int:
+    """Into how many units an operation is divided in this step."""
+    opcode = word(row, t.OPCODE)
+    if opcode == t.PLAN:
+        return 1
+    if opcode == t.LINEAR:
+        return linear_units(row, state)
+    if opcode == t.ATTENTION:
+        return word(state, t.NUM_UNITS)
+    rows = rows_of(row, state)
+    if opcode == t.SAMPLE:
+        return rows
+    each = rows_per_unit(rows, state)
+    return (rows + each - 1) // each
+
+
+@kernel
+def run_unit(variant: Variant, row: int, state: int, unit: int, thread: int) -> None:
+    opcode = word(row, t.OPCODE)
+    if opcode == t.LINEAR:
+        linear(variant, row, state, unit)
+    elif opcode == t.ATTENTION:
+        attend(variant, row, state, unit, word(state, t.SCRATCH) + thread * word(state, t.SCRATCH_BYTES))
+    elif opcode == t.PLAN:
+        plan_attention(state)
+    elif opcode == t.SAMPLE:
+        sample(row, state, unit, thread)
+    else:
+        rows = rows_of(row, state)
+        each = rows_per_unit(rows, state)
+        first, last = unit * each, min(rows, unit * each + each)
+        if opcode == t.EMBED:
+            embed(row, state, first, last)
+        elif opcode == t.RMS_NORM:
+            rms_norm(row, first, last)
+        elif opcode == t.ROPE_KV_WRITE:
+            rope_kv_write(variant, row, state, first, last)
+        elif opcode == t.ACTIVATION:
+            gated_activation(row, first, last)
+        elif opcode == t.SELECT_ROWS:
+            select_rows(row, state, first, last)
+
+
+@kernel
+def claim(counter: int, base: int, units: int) -> int:
+    """The next unclaimed unit, or -1 when there is none (or the step is over)."""
+    while True:
+        ticket = atomic_load(counter)
+        if ticket - base < 0 or ticket - base >= units:
+            return -1
+        if compare_exchange(counter, ticket, ticket + 1):
+            return ticket - base
+
+
+@kernel
+def await_units(counter: int, goal: int, state: int) -> bool:
+    """Wait until `goal` units are done; False if a thread failed."""
+    spins = 0
+    while atomic_load(counter) < goal:
+        if atomic_load(state + 8 * t.FAILED):
+            return False
+        spins += 1
+        if spins < SPINS:
+            pause()
+        else:
+            yield_processor()
+    return True
+
+
+@kernel
+def run_step(variant: Variant, state: int, generation: int, thread: int) -> bool:
+    """Take part in one step until all of it is done; False if a thread failed."""
+    base = generation << GENERATION_SHIFT
+    for op in range(word(state, t.NUM_OPS)):
+        row = word(state, t.OPS) + op * ROW_BYTES
+        counter = word(state, t.PROGRESS) + op * PROGRESS_BYTES
+        units = units_of(row, state)
+        unit = claim(counter, base, units)
+        while unit >= 0:
+            run_unit(variant, row, state, unit, thread)
+            atomic_add(counter + 64, 1)
+            unit = claim(counter, base, units)
+        if not await_units(counter + 64, base + units, state):
+            return False
+    return True
+
+
+@entry_point
+def run_thread(variant: Variant, state: int, thread: int, wake_event: int, mailbox: int) -> None:
+    """Serve steps until told to stop. `mailbox`: 8 bytes of this thread's own, for reading and writing events."""
+    flush_denormals()
+    seen = 0
+    while True:
+        while atomic_load(state + 8 * t.GENERATION) == seen:
+            if atomic_load(state + 8 * t.STOP):
+                return
+            wait_event(wake_event, mailbox)
+        seen = atomic_load(state + 8 * t.GENERATION)
+        if not run_step(variant, state, seen, thread):
+            return
+        if compare_exchange(state + 8 * t.FINISHED, seen - 1, seen):
+            store_i64(mailbox, 1)
+            signal_event(word(state, t.DONE_EVENT), mailbox)

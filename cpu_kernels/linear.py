@@ -1,0 +1,56 @@
+"""The linear layer: one unit of work is a few panels of output columns for all, or some, of the rows."""
+
+from __future__ import annotations
+
+from . import table as t
+from .jit import kernel
+from .product import product
+from .table import rows_of, word
+from .variant import Variant
+
+ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
+
+
+@kernel
+def row_groups(row: int, state: int) -> int:
+    """Into how many groups the rows are cut."""
+    panel_groups = (word(row, t.PANELS) + word(row, t.UNIT_PANELS) - 1) // word(row, t.UNIT_PANELS)
+    if panel_groups >= 2 * word(state, t.NUM_THREADS):
+        return 1
+    return max(1, rows_of(row, state) // ROW_GROUP)
+
+
+@kernel
+def linear_units(row: int, state: int) -> int:
+    panel_groups = (word(row, t.PANELS) + word(row, t.UNIT_PANELS) - 1) // word(row, t.UNIT_PANELS)
+    return panel_groups * row_groups(row, state) if rows_of(row, state) else 0
+
+
+@kernel
+def linear(variant: Variant, row: int, state: int, unit: int) -> None:
+    """out (+)= x @ weight.T (+ bias) for the panels and rows of `unit`."""
+    groups, rows = row_groups(row, state), rows_of(row, state)
+    group, panel = unit % groups, unit // groups * word(row, t.UNIT_PANELS)
+    first, last = rows * group // groups, rows * (group + 1) // groups
+    bias = word(row, t.BIAS)
+    product(
+        variant,
+        word(row, t.WEIGHT_FORMAT),
+        last - first,
+        min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel),
+        word(row, t.X) + (first + word(row, t.ROW_BEGIN)) * word(row, t.X_STRIDE),
+        word(row, t.X_STRIDE),
+        row + 8 * t.WEIGHT,  # the table of panels has one entry: the address of the first
+        0,
+        0,
+        word(row, t.PANEL_BYTES),
+        panel * word(row, t.PANEL_BYTES),
+        1,
+        word(row, t.K),
+        word(row, t.K),
+        64,
+        word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64,
+        word(row, t.OUT_STRIDE),
+        bias + panel * 64 if bias else 0,
+        word(row, t.ACCUMULATE),
+    )

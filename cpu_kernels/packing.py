@@ -1,0 +1,67 @@
+"""Weights in the order in which the tile reads them: panels of 16 output columns, k by k.
+
+    float32   [ceil(N / 16), K, 16] float32
+    bfloat16  [ceil(N / 16), ceil(K / 2), 16, 2] uint16, the two k of a pair side by side in one 32-bit lane
+
+N and K are filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .variant import BFLOAT16, FLOAT32
+from .vectors import LANES
+
+Float32 = NDArray[np.float32]
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def panel_bytes(weight_format: int, cols: int) -> int:
+    """Bytes of one panel of 16 columns with `cols` k."""
+    return cols * 64 if weight_format == FLOAT32 else round_up(cols, 2) * 32
+
+
+def to_bfloat16(values: Float32) -> NDArray[np.uint16]:
+    """The high halves of float32 values, rounded to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> Float32:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def pack(matrix: Float32, weight_format: int, out: NDArray[np.uint8]) -> None:
+    """Pack (N, K) float32 rows into `out`, ceil(N / 16) * panel_bytes long, a few panels at a time."""
+    rows, cols = matrix.shape
+    size = panel_bytes(weight_format, cols)
+    chunk = max(1, (1 << 22) // (LANES * 4 * cols))  # panels in about 4 MiB, so that temporaries stay small
+    for first in range(0, -(-rows // LANES), chunk):
+        part = matrix[first * LANES : (first + chunk) * LANES]
+        count = -(-len(part) // LANES)
+        target = out[first * size : (first + count) * size]
+        if weight_format == FLOAT32:
+            _panels(part, cols, 1, target.view(np.float32))
+        elif weight_format == BFLOAT16:
+            _panels(to_bfloat16(part), round_up(cols, 2), 2, target.view(np.uint16))
+        else:
+            raise ValueError(f"no packing for weight format {weight_format}")
+
+
+def _panels(rows: NDArray[Any], cols: int, group: int, out: NDArray[Any]) -> None:
+    """out[panel, k // group, lane, k % group] = rows[16 panel + lane, k]."""
+    count = -(-len(rows) // LANES)
+    if rows.shape != (count * LANES, cols):
+        filled = np.zeros((count * LANES, cols), rows.dtype)
+        filled[: rows.shape[0], : rows.shape[1]] = rows
+        rows = filled
+    split = rows.reshape(count, LANES, cols // group, group)
+    out.reshape(count, cols // group, LANES, group)[:] = split.transpose(0, 2, 1, 3)

@@ -1,0 +1,88 @@
+"""The words of the two tables that kernels read: one row for each operation, and the state of the step.
+
+Every word is an int64: an address in bytes, a number, or the bits of a float32.
+"""
+
+from __future__ import annotations
+
+from .jit import kernel
+from .memory import float_of_bits, load_i64
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, ATTENTION, ACTIVATION, SELECT_ROWS, SAMPLE = range(9)
+
+# fmt: off
+(
+    OPCODE,
+    X, X_STRIDE,             # input rows: address, bytes between rows
+    OUT, OUT_STRIDE,
+    ROWS_KIND,               # TOKEN_ROWS or LOGIT_ROWS: how many rows there are in this step
+    ROW_BEGIN, ROW_LIMIT,    # the operation covers at most ROW_LIMIT of them, from ROW_BEGIN on
+    WIDTH,                   # columns of the result
+    WEIGHT, WEIGHT_FORMAT,   # address of the first panel (or of a vector)
+    PANELS, PANEL_BYTES,     # panels of 16 columns
+    K,                       # elements of one row of x that the product reads
+    UNIT_PANELS,             # panels that one unit of work covers
+    BIAS,                    # address, 0: none
+    ACCUMULATE,              # 1: add to OUT
+    SCALAR,                  # epsilon, embedding scale or softmax scale, as float32 bits
+    KIND,                    # SILU or GELU_TANH
+    COS, SIN, HALF,          # rotary tables (max_model_len, HALF) float32
+    Q_NORM, K_NORM,          # addresses of head norms, 0: none
+    K_OFFSET, V_OFFSET,      # where this layer's K and V lie in a block, in bytes
+    WINDOW,                  # tokens a query may look back, itself included; 0: everything
+) = range(27)
+# fmt: on
+ROW_WORDS = 32
+ROW_BYTES = 8 * ROW_WORDS
+
+TOKEN_ROWS, LOGIT_ROWS = 0, 1
+SILU, GELU_TANH = 0, 1
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+# fmt: off
+(
+    GENERATION, FINISHED,    # number of the step that was launched last, and of the one that finished last
+    STOP, FAILED,            # 1: threads end; 1: a thread failed, nobody waits for it
+    NUM_THREADS, DONE_EVENT, # eventfd that says a step is finished
+    OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
+    SCRATCH, SCRATCH_BYTES,  # per thread
+    NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS,
+    TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, MAX_BLOCKS, LOGIT_ROW_INDEX,
+    LOGITS_OUT,              # where raw logits are copied, 0: nowhere
+    POOL, BLOCK_SIZE, BLOCK_BYTES,
+    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_WIDTH,  # HEAD_WIDTH: HEAD_DIM filled up to whole panels
+    UNITS, NUM_UNITS,        # the attention plan of this step
+    PARTIALS, PARTIAL_BYTES, ARRIVALS,
+    VOCAB_SIZE, SAMPLING_SCRATCH, SAMPLING_FLOATS,  # per thread: float32 of scratch
+    TOP_WIDTH,               # columns of the top lists
+    SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
+) = range(40)
+# fmt: on
+STATE_WORDS = 96
+
+
+@kernel
+def word(table: int, index: int) -> int:
+    """Word `index` of a row or of the state."""
+    return load_i64(table + 8 * index)
+
+
+@kernel
+def float_word(table: int, index: int) -> float:
+    return float_of_bits(load_i64(table + 8 * index))
+
+
+@kernel
+def rows_of(row: int, state: int) -> int:
+    """How many rows an operation has in this step."""
+    total = word(state, NUM_TOKENS) if word(row, ROWS_KIND) == TOKEN_ROWS else word(state, NUM_LOGIT_ROWS)
+    return max(0, min(total - word(row, ROW_BEGIN), word(row, ROW_LIMIT)))
+
+
+@kernel
+def rows_per_unit(rows: int, state: int) -> int:
+    """Rows that one unit of a row-wise operation covers: four units a thread, at most 16 rows in one."""
+    return max(1, min(16, rows // (4 * word(state, NUM_THREADS))))

@@ -1,0 +1,216 @@
+"""The CPU back end: a Program run by a team of threads over a paged pool, with no Python between operations."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cpu_kernels import table as t
+from ..cpu_kernels.compiler import compile_kernels
+from ..cpu_kernels.packing import round_up
+from ..cpu_kernels.sampling import SampledArrays, SamplingArrays
+from ..cpu_kernels.team import Team
+from ..cpu_kernels.variant import BFLOAT16, FLOAT32, FORMAT_NAMES, Variant, host_isa
+from .backend import BackendLimits, Progress
+from .batch import StepBatch, StepResult
+from .cpu_memory import Bytes, map_bytes
+from .cpu_program import OperationTable, PoolLayout, Workspace
+from .cpu_weights import pack_weights
+from .host import available_memory, usable_cpus
+from .program import Program, SelectRows
+from .weights import Checkpoint
+
+FORMATS = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16}
+
+
+def _quiet(what: str, share: float) -> None:
+    """Reports to nobody."""
+
+
+def default_cache() -> Path:
+    """Where compiled kernels are kept: $CACHE_DIRECTORY (systemd), $XDG_CACHE_HOME, else ~/.cache."""
+    base = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
+    if base:
+        return Path(base) / "kernels"
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "kvpool" / "kernels"
+
+
+def _format(name: str, field: str) -> int:
+    if name not in FORMATS:
+        raise ValueError(f"{field} {name!r} is not supported on the CPU; set {field} to {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+class CpuBackend:
+    """Fulfils `backend.Backend`. `dtype` and `kv_dtype`: auto | float32 | bfloat16; activations are always float32.
+
+    `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept, None: nowhere.
+    Raises MemoryError naming what to lower, ValueError for an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        limits: BackendLimits,
+        *,
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        threads: int = 0,
+        progress: Progress = _quiet,
+        cache: Path | None = None,
+    ) -> None:
+        weight_format = _format(dtype, "dtype")
+        kv_format = weight_format if kv_dtype == "auto" else _format(kv_dtype, "kv_dtype")
+        self._limits, self._config = limits, program.config
+        self._num_threads = threads or usable_cpus()
+        self._variant = Variant(host_isa(), (weight_format,), kv_format)
+        self._weights = pack_weights(program, checkpoint, weight_format, progress)
+        self._workspace = Workspace(program, limits, self._num_threads)
+        self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
+        table = OperationTable(self._weights, self._workspace, self._layout, self._num_threads)
+        self._operations = table.build(program)
+        self._hidden = next(op.out for op in program.ops if isinstance(op, SelectRows))
+        self._state = self._new_state()
+        self._pool: Bytes = np.zeros(0, dtype=np.uint8)
+        self._batch: StepBatch | None = None
+        self._kept: tuple[object, ...] = ()
+        progress("compiling kernels", 0.0)
+        problem = compile_kernels(self._variant, cache)
+        progress(problem or "compiling kernels", 1.0)
+        self._team = Team(self._variant, self._state, self._num_threads)
+
+    def _new_state(self) -> NDArray[np.int64]:
+        config, workspace, state = self._config, self._workspace, np.zeros(t.STATE_WORDS, dtype=np.int64)
+        words = {
+            t.OPS: self._operations.ctypes.data,
+            t.NUM_OPS: len(self._operations),
+            t.SCRATCH: workspace.scratch,
+            t.SCRATCH_BYTES: workspace.scratch_bytes,
+            t.BLOCK_SIZE: self._limits.block_size,
+            t.BLOCK_BYTES: self._layout.block_bytes,
+            t.NUM_HEADS: config.num_heads,
+            t.NUM_KV_HEADS: config.num_kv_heads,
+            t.HEAD_DIM: config.head_dim,
+            t.HEAD_WIDTH: round_up(config.head_dim, 16),
+            t.UNITS: workspace.units,
+            t.PARTIALS: workspace.partials,
+            t.PARTIAL_BYTES: workspace.partial_bytes,
+            t.ARRIVALS: workspace.arrivals,
+            t.VOCAB_SIZE: config.vocab_size,
+            t.SAMPLING_SCRATCH: workspace.sampling_scratch,
+            t.SAMPLING_FLOATS: workspace.sampling_floats,
+        }
+        for index, value in words.items():
+            state[index] = value
+        return state
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    @property
+    def description(self) -> str:
+        weights, kv = FORMAT_NAMES[self._variant.weight_formats[0]], FORMAT_NAMES[self._variant.kv_format]
+        return f"cpu, {self._variant.isa.name} kernels, {weights} weights, {kv} KV, {self._num_threads} threads"
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._weights.memory.nbytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._workspace.memory.nbytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self._layout.block_bytes
+
+    def available_bytes(self) -> int:
+        return available_memory()
+
+    # -- the pool -----------------------------------------------------------------------------------------------------
+
+    def allocate_pool(self, num_blocks: int) -> None:
+        self._pool = map_bytes(num_blocks * self.block_bytes, "the pool", "lower pool_bytes")
+        self._state[t.POOL] = self._pool.ctypes.data
+
+    def _blocks(self) -> Bytes:
+        """(num_blocks, block_bytes) uint8."""
+        return self._pool.reshape(-1, self.block_bytes)
+
+    def copy_blocks(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        blocks = self._blocks()
+        for origin, target in zip(source, destination, strict=True):
+            blocks[target] = blocks[origin]
+
+    def read_blocks(self, blocks: Sequence[int]) -> Bytes:
+        return self._blocks()[np.asarray(blocks, dtype=np.intp)]
+
+    def write_blocks(self, blocks: Sequence[int], data: Bytes) -> None:
+        self._blocks()[np.asarray(blocks, dtype=np.intp)] = data
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def launch(self, batch: StepBatch) -> None:
+        if self._batch is not None:
+            raise RuntimeError("a step is already in flight")
+        num_rows = len(batch.logit_rows)
+        if max(len(batch.tokens), num_rows) > self._workspace.max_rows:
+            raise ValueError(f"a step of {len(batch.tokens)} tokens exceeds max_num_batched_tokens")
+        if len(batch.seq_lens) > self._limits.max_num_seqs:
+            raise ValueError(f"a step of {len(batch.seq_lens)} sequences exceeds max_num_seqs")
+        sampling = SamplingArrays(*(np.ascontiguousarray(getattr(batch.sampling, f)) for f in SamplingArrays._fields))
+        width = max(0, int(batch.sampling.num_logprobs.max(initial=0)))
+        sampled = SampledArrays(
+            np.empty(num_rows, dtype=np.int32),
+            np.empty(num_rows, dtype=np.float32),
+            np.empty((num_rows, width), dtype=np.int32),
+            np.empty((num_rows, width), dtype=np.float32),
+            np.empty(num_rows, dtype=np.bool_),
+        )
+        logits = np.empty((num_rows, self._config.vocab_size), dtype=np.float32) if batch.want_logits else None
+        state = self._state
+        state[t.NUM_TOKENS], state[t.NUM_SEQUENCES] = len(batch.tokens), len(batch.seq_lens)
+        state[t.NUM_LOGIT_ROWS], state[t.TOP_WIDTH] = num_rows, width
+        state[t.LOGITS_OUT] = logits.ctypes.data if logits is not None else 0
+        steps = [
+            (t.TOKENS, np.ascontiguousarray(batch.tokens, dtype=np.int32)),
+            (t.POSITIONS, np.ascontiguousarray(batch.positions, dtype=np.int32)),
+            (t.SLOT_MAPPING, np.ascontiguousarray(batch.slot_mapping, dtype=np.int64)),
+            (t.QUERY_START, np.ascontiguousarray(batch.query_start, dtype=np.int32)),
+            (t.SEQ_LENS, np.ascontiguousarray(batch.seq_lens, dtype=np.int32)),
+            (t.BLOCK_TABLES, np.ascontiguousarray(batch.block_tables, dtype=np.int32)),
+            (t.LOGIT_ROW_INDEX, np.ascontiguousarray(batch.logit_rows, dtype=np.int32)),
+        ]
+        for index, array in steps:
+            state[index] = array.ctypes.data
+        state[t.MAX_BLOCKS] = batch.block_tables.shape[1]
+        for number, array in enumerate((*sampling, *sampled)):
+            state[t.SAMPLING + 2 * number] = array.ctypes.data
+            state[t.SAMPLING + 2 * number + 1] = array.size
+        self._kept = (steps, sampling, sampled, logits)
+        self._batch, self._sampled, self._logits = batch, sampled, logits
+        self._launched_s = time.perf_counter()
+        self._team.launch()
+
+    def fileno(self) -> int:
+        return self._team.fileno()
+
+    def collect(self) -> StepResult:
+        if self._batch is None:
+            raise RuntimeError("no step is in flight")
+        batch, self._batch = self._batch, None
+        self._team.wait()
+        hidden = None
+        if batch.want_hidden:
+            hidden = self._workspace.rows(self._hidden, len(batch.logit_rows)).copy()
+        compute_s = time.perf_counter() - self._launched_s
+        return StepResult(*self._sampled, compute_s=compute_s, logits=self._logits, hidden=hidden)
+
+    def close(self) -> None:
+        self._team.close()

@@ -1,0 +1,44 @@
+"""Memory of the CPU back end: page-aligned, touched once, in huge pages where the system gives them."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .host import available_memory
+
+Bytes = NDArray[np.uint8]
+ALIGNMENT = 64  # a cache line
+SLACK_BYTES = 4096  # whole vectors may be read past the end of the last row
+
+
+def map_bytes(size: int, purpose: str, remedy: str) -> Bytes:
+    """(size,) uint8 zeros that are really there. Raises MemoryError naming what to set."""
+    if size + SLACK_BYTES > available_memory():
+        raise MemoryError(
+            f"{purpose} needs {size / 2**20:.0f} MiB, {available_memory() / 2**20:.0f} MiB are available; {remedy}"
+        )
+    memory = mmap.mmap(-1, max(1, size) + SLACK_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages
+    array = np.frombuffer(memory, dtype=np.uint8)
+    array[:: mmap.PAGESIZE] = 0
+    return array[:size]
+
+
+class Layout:
+    """Hands out aligned offsets; then `place` turns offsets into one mapping."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def reserve(self, size: int) -> int:
+        """The offset of `size` bytes that start on a cache line."""
+        offset = self.size
+        self.size += -(-size // ALIGNMENT) * ALIGNMENT
+        return offset
