@@ -1,0 +1,88 @@
+"""Sequences that wait for a place in the step, and the order in which they are looked at.
+
+Order: the most urgent class first (priority, one class more after each `ageing_s` of waiting, so that nothing starves);
+within a class the owner with the lowest virtual counter; within an owner first come, first served. A preempted sequence
+is older than those that never ran, so it stands at the head of its owner's line by itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from .sequence import Sequence
+
+_BY_AGE = attrgetter("sequence_id")
+
+
+class WaitingQueue:
+    """One line per (priority, uid), each in the order of sequence ids."""
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[int, int], list[Sequence]] = {}
+        self._of_uid: dict[int, int] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for line in self.lines.values():
+            yield from line
+
+    def of_uid(self, uid: int) -> int:
+        """How many sequences of `uid` wait."""
+        return self._of_uid.get(uid, 0)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.lines.setdefault((sequence.priority, sequence.uid), []), sequence, key=_BY_AGE)
+        self._of_uid[sequence.uid] = self.of_uid(sequence.uid) + 1
+        self._length += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        key = (sequence.priority, sequence.uid)
+        line = self.lines[key]
+        index = bisect_left(line, sequence.sequence_id, key=_BY_AGE)
+        if index == len(line) or line[index] is not sequence:
+            raise RuntimeError(f"{sequence!r} is not in the queue")
+        del line[index]
+        if not line:
+            del self.lines[key]
+        self._of_uid[sequence.uid] -= 1
+        if not self._of_uid[sequence.uid]:
+            del self._of_uid[sequence.uid]
+        self._length -= 1
+
+
+class QueueScan:
+    """One step's walk over the queue: the best sequence that was not passed over yet.
+
+    `counter(uid)` is the owner's virtual counter; it may change during the walk.
+    """
+
+    def __init__(self, queue: WaitingQueue, now: float, ageing_s: float, counter: Callable[[int], float]) -> None:
+        self._queue, self._now, self._ageing_s, self._counter = queue, now, ageing_s, counter
+        self._index = dict.fromkeys(queue.lines, 0)  # line -> sequences passed over at its head
+
+    def aged(self, sequence: Sequence) -> int:
+        """Classes that it has won by waiting so far."""
+        return int(max(0.0, self._now - sequence.queued_since) / self._ageing_s)
+
+    def best(self) -> Sequence | None:
+        """The sequence to look at now; None when all were passed over."""
+        heads = [line[i] for key, i in self._index.items() if i < len(line := self._queue.lines.get(key, []))]
+        return min(heads, key=self._order, default=None)
+
+    def _order(self, sequence: Sequence) -> tuple[int, float, int]:
+        return -(sequence.urgency + self.aged(sequence)), self._counter(sequence.uid), sequence.sequence_id
+
+    def skip(self, sequence: Sequence) -> None:
+        """Pass over this one in this step."""
+        self._index[(sequence.priority, sequence.uid)] += 1
+
+    def skip_owner(self, uid: int) -> None:
+        """Pass over all sequences of `uid` in this step."""
+        for key in self._index:
+            if key[1] == uid:
+                self._index[key] = len(self._queue)
