@@ -31,7 +31,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         _add_special_tokens(inner, vocabulary)
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}") from error
-    except (ValueError, TypeError, KeyError, IndexError) as error:
+    except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{file.path}: damaged tokenizer ({error}); fetch the model again") from error
     return Tokenizer(
         inner,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -98,9 +98,9 @@ def write_tiny_model(directory: Path, model_type: str, *, seed: int = 0, **overr
 def build_tiny_tokenizer(vocab_size: int = 384) -> Tokenizer:
     """Byte-level BPE trained on a page of text: ids 0 to 2 are special, then 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    # SmolLM's way of cutting words, so that a GGUF copy can name it.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
