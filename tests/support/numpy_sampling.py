@@ -64,7 +64,8 @@ def sample(logits: Float32, batch: SamplingBatch) -> tuple[Int32, Float32, Int32
         if not usable(logits[r]) or token < 0:
             errors[r] = True
             continue
-        row_logprobs = log_softmax(logits[r])
+        with np.errstate(over="ignore"):
+            row_logprobs = log_softmax(logits[r]).astype(np.float32)
         tokens[r], logprobs[r] = token, row_logprobs[token]
         best = descending(logits[r])[: max(0, int(batch.num_logprobs[r]))]
         top_tokens[r, : best.size] = best

@@ -1,0 +1,296 @@
+"""Passes over one row of candidates: its maximum, its total, and the sets that top-k, top-p and min-p keep.
+
+Nothing is sorted. A set kept by rank is {scaled > threshold} and the first `ties` of {scaled == threshold}, so top-k
+and top-p are searches for a threshold, each step one vectorised count over those blocks of the row that reach it.
+Weights are integers because integer sums have no order: they vectorise, and the bits do not depend on how.
+
+All arrays are float32: `scaled` (V,), `weights` (V,) = exp(scaled) * 2**40 before rounding, `block_max`
+(ceil(V / BLOCK),) the maximum of each BLOCK columns, `few` (FEW,) scratch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .jit import kernel
+
+Float32 = NDArray[np.float32]
+
+BLOCK = 128  # columns whose maximum is kept, so that later passes skip what cannot matter
+FEW = 128  # candidates that are cheaper to sort than to halve once more
+_BY_VALUE = 12  # halvings by value before the search halves the remaining float32 bit patterns
+
+_MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+_INFINITY_KEY = np.int32(0x7F800000)
+_NO_KEY, _EVERY_KEY = np.int32(-0x80000000), np.int32(0x7FFFFFFF)  # below and above the key of every number
+_ZERO = np.float32(0.0)
+_HALF = np.float32(0.5)
+_NO_WEIGHT = np.float32(-29.0)  # exp(-29) * 2**40 rounds to 0
+
+# exp(x) = 2**n * exp(r), r = x - n log(2): adding 1.5 * 2**23 rounds to the integer n in the low bits of the float.
+_ROUND_32 = np.float32(12582912.0)
+_LOG2_E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_EXP_MIN = np.float32(-87.0)
+# Minimax for exp(r) = 1 + r + r**2 (c2 + c3 r + c4 r**2 + c5 r**3 + c6 r**4), |r| <= log(2) / 2; relative error 2**-28.
+_C2, _C3, _C4 = np.float32(0.49999993451679986), np.float32(0.16666520689635433), np.float32(0.04166838736699273)
+_C5, _C6 = np.float32(0.008368709842509956), np.float32(0.0013814612983435101)
+_ONE = np.float32(1.0)
+
+# Adding 1.5 * 2**52 rounds a float64 to an integer in the low bits of its pattern.
+_WEIGHT_BITS = np.int32(40)
+_WEIGHT_ONE = 2.0**40
+_ROUND_64 = 6755399441055744.0
+_ROUND_64_BITS = np.int64(0x4338000000000000)
+
+
+@kernel
+def _key(x: float) -> int:
+    """int32 that orders like the float32 x, -0 equal to +0; NaN lies above +inf or below -inf."""
+    bits = np.float32(x).view(np.int32)
+    sign = bits >> np.int32(31)
+    return np.int32(((bits & _MAGNITUDE) ^ sign) - sign)
+
+
+@kernel
+def _from_key(key: int) -> float:
+    """The float32 whose `_key` is the int32 `key`."""
+    sign = key >> np.int32(31)
+    return np.int32(((key ^ sign) - sign) | (sign & _SIGN)).view(np.float32)
+
+
+@kernel
+def _weight(x: float) -> float:
+    """exp(x) * 2**40 of a float32 x <= 0 (-inf included) as float32, within 2 units in the last place."""
+    x = x if x > _EXP_MIN else _EXP_MIN
+    shifted = np.float32(x * _LOG2_E + _ROUND_32)
+    n = shifted - _ROUND_32
+    r = x - n * _LN2_HIGH - n * _LN2_LOW
+    tail = (((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _C2
+    mantissa = np.float32(r * r * tail + r + _ONE)
+    exponent = (shifted.view(np.int32) + _WEIGHT_BITS) << np.int32(23)
+    return np.int32(mantissa.view(np.int32) + exponent).view(np.float32)
+
+
+@kernel
+def _rounded(weight: float) -> int:
+    """A float32 weight rounded to an integer, in operations that exist as vector instructions."""
+    return np.float64(np.float64(weight) + _ROUND_64).view(np.int64) - _ROUND_64_BITS
+
+
+@kernel
+def _integer_weight(x: float) -> int:
+    """Weight of one candidate scaled to x: the same bits as in the passes over a row."""
+    return _rounded(_weight(x))
+
+
+@kernel
+def peak(row: Float32, block_max: Float32) -> tuple[int, bool]:
+    """(index of the first maximum, row is usable); fills `block_max`. Unusable: NaN, +inf or nothing above -inf."""
+    best, best_start, lowest = _NO_KEY, 0, _EVERY_KEY
+    for b in range(len(block_max)):
+        start = b * BLOCK
+        high, low = _NO_KEY, _EVERY_KEY
+        for i in range(start, min(start + BLOCK, len(row))):
+            key = _key(row[i])
+            high = max(high, key)
+            low = min(low, key)
+        lowest = min(lowest, low)
+        block_max[b] = _from_key(high)
+        if high > best:
+            best, best_start = high, start
+    if best >= _INFINITY_KEY or best <= -_INFINITY_KEY or lowest < -_INFINITY_KEY:
+        return -1, False
+    index = best_start
+    while _key(row[index]) != best:
+        index += 1
+    return index, True
+
+
+@kernel
+def log_total(row: Float32, maximum: float, few: Float32) -> float:
+    """log(sum(exp(row - maximum))) as float64."""
+    total = 0
+    for start in range(0, len(row), FEW):
+        part = row[start : start + FEW]
+        for i in range(len(part)):  # apart from the sum, so that it runs at the vector width of float32
+            few[i] = _weight(part[i] - maximum)
+        for i in range(len(part)):
+            total += _rounded(few[i])
+    return math.log(total / _WEIGHT_ONE)
+
+
+@kernel
+def scale(
+    row: Float32, maximum: float, temperature: float, scaled: Float32, weights: Float32, block_max: Float32
+) -> None:
+    """scaled = (row - maximum) / temperature and its weights; `block_max` follows. `row` may be `scaled`."""
+    for i in range(len(row)):
+        x = (row[i] - maximum) / temperature
+        scaled[i] = x
+        weights[i] = _weight(x)
+    for b in range(len(block_max)):
+        block_max[b] = (block_max[b] - maximum) / temperature
+
+
+@kernel
+def _above(scaled: Float32, weights: Float32, block_max: Float32, threshold: float) -> tuple[int, int]:
+    """(count, weight) of the candidates with scaled > threshold."""
+    count, weight = 0, 0
+    for b in range(len(block_max)):
+        if block_max[b] > threshold:
+            x = scaled[b * BLOCK : (b + 1) * BLOCK]
+            w = weights[b * BLOCK : (b + 1) * BLOCK]
+            for i in range(len(x)):
+                mask = -np.int64(x[i] > threshold)
+                count -= mask
+                weight += mask & _rounded(w[i])
+    return count, weight
+
+
+@kernel
+def _search(
+    scaled: Float32,
+    weights: Float32,
+    block_max: Float32,
+    floor: float,
+    floor_count: int,
+    goal: int,
+    by_weight: bool,
+    few: Float32,
+) -> tuple[float, int]:
+    """(threshold, ties) of the fewest best candidates whose count, or weight, reaches `goal`.
+
+    The `floor_count` candidates above `floor` must reach it. An interval low < scaled <= high that holds the last one
+    needed is halved until few candidates are left in it, or one value.
+    """
+    low, high = floor, _ZERO
+    low_count, high_count, high_measure = floor_count, 0, 0
+    step = 0
+    while low_count - high_count > FEW:
+        if _key(high) - _key(low) <= 1:
+            return high, _ties(high, goal - high_measure, by_weight)
+        if step < _BY_VALUE:
+            middle = (low + high) * _HALF
+        else:
+            middle = _from_key(np.int32((np.int64(_key(low)) + np.int64(_key(high))) >> 1))
+        step += 1
+        count, weight = _above(scaled, weights, block_max, middle)
+        measure = weight if by_weight else count
+        if measure >= goal:
+            low, low_count = middle, count
+        else:
+            high, high_count, high_measure = middle, count, measure
+    size = _gather(scaled, block_max, low, high, few)
+    return _walk(few[:size], low, goal - high_measure, by_weight)
+
+
+@kernel
+def _ties(value: float, goal: int, by_weight: bool) -> int:
+    """How many candidates scaled to `value` reach `goal`."""
+    unit = _integer_weight(value) if by_weight else 1
+    return (goal + unit - 1) // unit
+
+
+@kernel
+def _gather(scaled: Float32, block_max: Float32, low: float, high: float, few: Float32) -> int:
+    """Write the values low < scaled <= high to `few`, largest first, and return how many there are."""
+    size = 0
+    for b in range(len(block_max)):
+        if block_max[b] > low:
+            start = b * BLOCK
+            for i in range(start, min(start + BLOCK, len(scaled))):
+                x = scaled[i]
+                if x > low and x <= high:
+                    place = size
+                    while place > 0 and few[place - 1] < x:
+                        few[place] = few[place - 1]
+                        place -= 1
+                    few[place] = x
+                    size += 1
+    return size
+
+
+@kernel
+def _walk(values: Float32, floor: float, goal: int, by_weight: bool) -> tuple[float, int]:
+    """(threshold, ties) of the fewest of `values`, largest first, that reach `goal`; all above `floor` if none do."""
+    i = 0
+    while i < len(values):
+        value, run = values[i], 1
+        while i + run < len(values) and values[i + run] == value:
+            run += 1
+        unit = _integer_weight(value) if by_weight else 1
+        if unit * run >= goal:
+            return value, (goal + unit - 1) // unit
+        goal -= unit * run
+        i += run
+    return floor, 0
+
+
+@kernel
+def keep(
+    scaled: Float32, weights: Float32, block_max: Float32, top_k: int, top_p: float, min_p: float, few: Float32
+) -> tuple[float, int]:
+    """(threshold, ties) of what top-k, top-p and min-p leave: all above `threshold`, the first `ties` equal to it."""
+    threshold, ties = _NO_WEIGHT, 0
+    count, total = _above(scaled, weights, block_max, threshold)
+    if 0 < top_k < count:
+        threshold, ties = _search(scaled, weights, block_max, threshold, count, top_k, False, few)
+        count, total = _above(scaled, weights, block_max, threshold)
+    tied_weight = ties * _integer_weight(threshold)
+    if top_p < _ONE:
+        goal = max(1, np.int64(math.ceil(np.float64(top_p) * np.float64(total + tied_weight))))
+        if total >= goal:
+            threshold, ties = _search(scaled, weights, block_max, threshold, count, goal, True, few)
+        else:
+            ties = _ties(threshold, goal - total, True)
+    if min_p > _ZERO:
+        floor = np.float32(math.log(min_p))
+        if floor > threshold:
+            threshold, ties = _from_key(np.int32(_key(floor) - 1)), 0
+    return threshold, ties
+
+
+@kernel
+def find(
+    scaled: Float32, weights: Float32, block_max: Float32, threshold: float, ties: int, point: int
+) -> tuple[int, int]:
+    """(token, total): the kept candidate at which the cumulative weight, in order of token id, exceeds `point`.
+
+    Where it never does, the token is -1 and `total` is the weight of all that is kept.
+    """
+    tied_weight = _integer_weight(threshold)
+    total = 0
+    for b in range(len(block_max)):
+        if block_max[b] < threshold:
+            continue
+        x = scaled[b * BLOCK : (b + 1) * BLOCK]
+        w = weights[b * BLOCK : (b + 1) * BLOCK]
+        weight, tied = 0, 0
+        for i in range(len(x)):
+            weight += -np.int64(x[i] > threshold) & _rounded(w[i])
+            tied += np.int64(x[i] == threshold)
+        tied = min(tied, ties)
+        if total + weight + tied * tied_weight > point:
+            return _find_in_block(scaled, weights, threshold, ties, point - total, b * BLOCK), point
+        ties -= tied
+        total += weight + tied * tied_weight
+    return -1, total
+
+
+@kernel
+def _find_in_block(scaled: Float32, weights: Float32, threshold: float, ties: int, point: int, start: int) -> int:
+    """`find` from column `start` on, one by one; the caller knows that it ends."""
+    i = start - 1
+    while point >= 0:
+        i += 1
+        if scaled[i] > threshold:
+            point -= _rounded(weights[i])
+        elif scaled[i] == threshold and ties > 0:
+            ties -= 1
+            point -= _rounded(weights[i])
+    return i
