@@ -17,9 +17,9 @@ uint16 and uint8 arrays. All launches on one Device share its memory. Host code 
 declares what it wrote with `device.wrote(array)` (or writes by `device.write(array, values)`); `Device(poison=False)`
 waives that. `device.discard(array)` poisons again, `device.free(array)` makes later accesses an error.
 
-Everything doubtful is an exception of `tests.ptx.errors` that names the instruction, its PTX line (and source line with
-`lineinfo=True`), block and thread: UnknownInstruction, OutOfBounds, Misaligned, UnwrittenRead, PendingCopy (cp.async not
-waited for), DataRace, BarrierError, ParticipationError, Trap, Timeout, LaunchError.
+Everything doubtful is an exception of `tests.ptx.errors` that names the instruction, its PTX line (and source line
+with `lineinfo=True`), block and thread: UnknownInstruction, OutOfBounds, Misaligned, UnwrittenRead, PendingCopy
+(cp.async not waited for), DataRace, BarrierError, ParticipationError, Trap, Timeout, LaunchError.
 
 How it works, in the order to read: parser (text to tree), flatten (calls, scopes, parameters), flow (basic blocks and
 scheduling order), decode (instructions to closures; the instructions_* modules and mma hold their meaning, floats the

@@ -169,7 +169,8 @@ class Device:
         static = sum(size for _, size in decoded.program.shared.values())
         if static > 48 * 1024 or static + shared_bytes > MAX_SHARED_BYTES:
             raise LaunchError(
-                f"{static} static and {shared_bytes} dynamic bytes of shared memory: 49152 static, {MAX_SHARED_BYTES} in all"
+                f"{static} static and {shared_bytes} dynamic bytes of shared memory; "
+                f"the most is 49152 static, {MAX_SHARED_BYTES} in all"
             )
         return sizes
 
@@ -223,7 +224,7 @@ def parameter_bytes(device: Device, param: Declaration, value: Any) -> bytes:
 
 
 def flat_arguments(device: Device, argtypes: Sequence[Any] | None, args: Sequence[Any]) -> list[Any]:
-    """What a Numba kernel's parameters receive: an array is (meminfo, parent, items, item size, data, shape, strides)."""
+    """What a Numba kernel's parameters receive: an array is (meminfo, parent, size, itemsize, data, shape, strides)."""
     if argtypes is None:
         return list(args)
     if len(argtypes) != len(args):

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import instructions_integer as integer
 from .decode import Decoder, Modifiers, Step, handles, unknown
-from .floats import add_to_odd, decode, encode, fma32, fma64, flush, saturate, to_float32
+from .floats import add_to_odd, decode, encode, flush, fma32, fma64, saturate, to_float32
 from .parser import Instruction
 from .scalars import Array
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from .decode import CLOCKS, Decoder, Modifiers, Registers, Step, handles, unknown
 from .floats import compare, flush
-from .parser import Imm, Instruction, Not, Operand, Pair, Reg, Vec
-from .scalars import DTYPES, UNSIGNED, Array, dtype_of, is_signed, size_of, unsigned
+from .parser import Imm, Instruction, Operand, Pair, Reg, Vec
+from .scalars import UNSIGNED, Array, dtype_of, is_signed, size_of, unsigned
 
 CARRY = "%carry"  # the condition code of add.cc and its kin
 INTEGERS = {f"{sign}{bits}" for sign in "su" for bits in (16, 32, 64)}

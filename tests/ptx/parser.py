@@ -181,7 +181,7 @@ class _Statements:
                 break
             if stripped.startswith(".target"):
                 self.target = stripped.split()[1].rstrip(",")
-            if stripped.startswith(".loc"):
+            if stripped.startswith((".loc ", ".loc\t")):
                 lines[number] = f".loc {stripped.split()[2]};"
             elif stripped.startswith((".version", ".target", ".address_size", ".file")):
                 lines[number] = ""
@@ -238,7 +238,7 @@ def _body(tokens: _Statements) -> list[Statement]:
         elif kind == "label":
             pending_targets = chunk
             body.append(Label(chunk))
-        elif chunk.startswith(".loc"):
+        elif chunk.startswith(".loc "):
             source_line = int(chunk.split()[1])
         elif chunk.startswith(".branchtargets"):
             labels = tuple(name.strip() for name in chunk[len(".branchtargets") :].split(","))

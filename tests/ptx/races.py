@@ -1,6 +1,6 @@
 """Data races on shared memory.
 
-Accesses are logged; when threads meet at a block barrier (or the kernel ends) the interval since the last one is judged.
+Accesses are logged; when threads meet at a block barrier, or the kernel ends, the interval since the last is judged.
 Two accesses of the same granule by different threads, one of them a write, race unless both belong to one warp and a
 `bar.warp.sync` of that warp lies between them. Atomics race with plain accesses only.
 """
