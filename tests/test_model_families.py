@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvpool.model.backend import BackendLimits
-from kvpool.model.batch import SamplingBatch, StepBatch
 from kvpool.model.config import ModelConfig, RopeScaling
 from kvpool.model.families import PROGRAMS, build_program
 from kvpool.model.families.rope import local_rope, rope
 from kvpool.model.loading import load_model
 from kvpool.model.program import Embed, Logits, PagedAttention, RmsNorm, RopeKvWrite
 from tests.support.numpy_backend import NumpyBackend
+from tests.support.scoring import score_tokens
 from tests.support.tiny_model import write_tiny_model
 
 CASES = {
@@ -55,49 +55,11 @@ def test_program_computes_what_a_dense_forward_pass_computes(case: str, tmp_path
 
 def _run_program(directory: Path, tokens: np.ndarray) -> np.ndarray:
     model = load_model(directory)
-    count = len(tokens)
     backend = NumpyBackend(model.program, model.checkpoint, BackendLimits(16, 1, 512, 512))
     backend.allocate_pool(8)
-    table = np.array([[5, 2, 7, 0]], dtype=np.int32)
-    positions = np.arange(count)
-    backend.launch(
-        StepBatch(
-            tokens=tokens.astype(np.int32),
-            positions=positions.astype(np.int32),
-            slot_mapping=(table[0, positions // 16].astype(np.int64) * 16 + positions % 16),
-            query_start=np.array([0, count], np.int32),
-            seq_lens=np.array([count], np.int32),
-            block_tables=table,
-            logit_rows=positions.astype(np.int32),
-            sampling=_greedy(count),
-            want_logits=True,
-        )
-    )
-    logits = backend.collect().logits
+    logits = score_tokens(backend, tokens.tolist(), block_table=[5, 2, 7, 0], block_size=16).logits
     assert logits is not None
     return logits
-
-
-def _greedy(rows: int) -> SamplingBatch:
-    def full(value: float, dtype: Any = np.float32) -> Any:
-        return np.full(rows, value, dtype)
-
-    return SamplingBatch(
-        temperature=full(0),
-        top_k=full(0, np.int32),
-        top_p=full(1),
-        min_p=full(0),
-        seeds=full(0, np.uint64),
-        counters=full(0, np.int64),
-        num_logprobs=full(0, np.int32),
-        targets=full(-1, np.int32),
-        repetition_penalty=full(1),
-        presence_penalty=full(0),
-        frequency_penalty=full(0),
-        penalty_start=np.zeros(rows + 1, np.int32),
-        bias_start=np.zeros(rows + 1, np.int32),
-        allowed_start=np.zeros(rows + 1, np.int32),
-    )
 
 
 def _dense(directory: Path, tokens: np.ndarray) -> np.ndarray:
