@@ -11,15 +11,16 @@ from .tokenizer import Tokenizer
 class StreamDetokenizer:
     """Turns token ids into text as they come. The deltas and `flush` together equal `Tokenizer.decode` of all ids."""
 
-    def __init__(self, tokenizer: Tokenizer, *, continuing: bool = False) -> None:
-        """`continuing`: the tokens follow a prompt, so a space that the first one begins with is text."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, continuing: bool = False, show_special: bool = False) -> None:
+        """`continuing`: the tokens follow a prompt, so a space that the first one begins with is text.
+        `show_special`: special tokens appear as the text that stands for them."""
+        self._bytes_of = tokenizer.token_bytes if show_special else tokenizer.text_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = tokenizer.strips_first_space and not continuing
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; empty while a character is incomplete. Special tokens have none."""
-        data = self._tokenizer.text_bytes(token_id)
+        data = self._bytes_of(token_id)
         if data and self._drop_space:
             data = data.removeprefix(b" ")
             self._drop_space = False
@@ -37,11 +38,12 @@ class StopStrings:
     part of it is ever given out. Only text that could be the beginning of a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for an empty stop string."""
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: give the stop string itself out, at the end. Raises ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("stop strings must not be empty")
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -50,7 +52,8 @@ class StopStrings:
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
             self._held = ""
-            return text[: min(ends)[1]], True
+            end, start = min(ends)
+            return text[: end if self._include else start], True
         keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
