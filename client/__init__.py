@@ -1,1 +1,60 @@
 """The client library and the wire: everything a process needs to use a kvpool daemon."""
+
+from .aio import AsyncClient, AsyncSequence
+from .aio_stream import AsyncStream
+from .client import Client, Sequence
+from .errors import (
+    Busy,
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    KVPoolError,
+    NeverFits,
+    NotFound,
+    NotOwner,
+    NumericError,
+    ProtocolError,
+    QuotaExceeded,
+    ShuttingDown,
+    Timeout,
+    TooLong,
+    Unsupported,
+)
+from .messages import ChatMessage, Usage
+from .results import Output, Result, TokenEvent
+from .sampling_params import SamplingParams
+from .stream import Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncSequence",
+    "AsyncStream",
+    "Busy",
+    "Cancelled",
+    "ChatMessage",
+    "Client",
+    "ConnectionLost",
+    "DeadlineExceeded",
+    "InternalError",
+    "InvalidArgument",
+    "KVPoolError",
+    "NeverFits",
+    "NotFound",
+    "NotOwner",
+    "NumericError",
+    "Output",
+    "ProtocolError",
+    "QuotaExceeded",
+    "Result",
+    "SamplingParams",
+    "Sequence",
+    "ShuttingDown",
+    "Stream",
+    "Timeout",
+    "TokenEvent",
+    "TooLong",
+    "Unsupported",
+    "Usage",
+]

@@ -37,6 +37,7 @@ from .messages import (
     Tokens,
     Welcome,
 )
+from .results import TokenEvent
 from .stream_state import StreamState
 
 
@@ -45,6 +46,10 @@ class State(Enum):
     GREETING = auto()
     TYING = auto()
     READY = auto()
+
+
+class EndOfStream(Exception):
+    """Every token of a request has been read. Never leaves the client."""
 
 
 class PendingCall:
@@ -109,6 +114,12 @@ class Core:
                 self._end(stream, error)
         self._enter(State.DISCONNECTED)
 
+    def abandon_all(self, error: KVPoolError) -> None:
+        """The connection ended on purpose: nothing lingers."""
+        for stream in self._streams.values():
+            stream.linger_s = 0.0
+        self.lost(error, 0.0)
+
     def expire(self, now_s: float) -> None:
         """Give up requests whose linger time is over."""
         for stream in list(self._streams.values()):
@@ -169,8 +180,23 @@ class Core:
         else:
             self._end(stream, self.last_error or ConnectionLost("the connection was lost"))
 
-    def grant(self, stream: StreamState) -> None:
-        """Send the credit that reading has earned."""
+    def read(self, stream: StreamState) -> TokenEvent | None:
+        """The next token of a request, None when none has come yet. Raises its error, or EndOfStream."""
+        event = stream.take()
+        if event is not None:
+            self._grant(stream)
+            return event
+        if stream.done:
+            stream.raise_if_failed()
+            raise EndOfStream
+        return None
+
+    def read_all(self, stream: StreamState) -> None:
+        """Read what has come, for somebody who only waits for the result."""
+        stream.take_all()
+        self._grant(stream)
+
+    def _grant(self, stream: StreamState) -> None:
         if self.state is State.READY and stream.detached_until is None:
             for credit in stream.credit_due():
                 self.outbox.append(encode(credit))

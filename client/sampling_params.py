@@ -14,6 +14,7 @@ import numpy as np
 
 from .errors import InvalidArgument
 from .schema import Flag, Integer, ListOf, Mismatch, Optional, Real, Spec, Text, record_of, refuse
+from .token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 
 DEFAULT_MAX_TOKENS = 128
 MAX_TOKENS = 2**31 - 1
@@ -163,10 +164,13 @@ class SamplingParams:
             _check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
 
     def to_wire(self) -> dict[str, Any]:
-        """What differs from the defaults, as plain data; `logit_bias` as pairs, as the wire's maps have text keys."""
+        """What differs from the defaults, as plain data: `logit_bias` as pairs, as the wire's maps have text keys, and
+        `allowed_token_ids` packed, as it may be longer than the wire's arrays."""
         wire = {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
         if self.logit_bias is not None:
             wire["logit_bias"] = tuple(self.logit_bias.items())
+        if self.allowed_token_ids is not None:
+            wire["allowed_token_ids"] = pack_token_ids(self.allowed_token_ids)
         return wire
 
     @classmethod
@@ -182,6 +186,12 @@ class SamplingParams:
             raise InvalidArgument("must be an array", field="stop")
         if values.get("logit_bias") is not None:
             values["logit_bias"] = _bias_of_pairs(values["logit_bias"])
+        if type(values.get("allowed_token_ids")) is bytes:
+            try:
+                packed = PackedTokenIds(MAX_ALLOWED_TOKEN_IDS).check(values["allowed_token_ids"])
+            except Mismatch as fault:
+                raise InvalidArgument(fault.message, field=f"allowed_token_ids{fault.path}") from None
+            values["allowed_token_ids"] = unpack_token_ids(packed)
         return cls(**values)
 
 

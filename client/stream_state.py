@@ -73,6 +73,11 @@ class StreamState:
         return len(self._samples)
 
     @property
+    def num_received(self) -> int:
+        """Tokens of all samples that have arrived, and samples that have ended."""
+        return sum(len(sample.token_ids) + (sample.finish_reason is not None) for sample in self._samples)
+
+    @property
     def done(self) -> bool:
         """No message about this request will come any more."""
         return self.error is not None or all(sample.finish_reason is not None for sample in self._samples)
@@ -188,14 +193,18 @@ class StreamState:
         self.abandoned = True
         self._events.clear()
 
-    def result(self) -> Result:
-        """The finished request. Raises its error when it was refused, was lost, or no sample succeeded."""
+    def raise_if_failed(self) -> None:
+        """Raise the request's error when it was refused, was lost, or no sample succeeded."""
         if self.error is not None:
             raise self.error
-        outputs = tuple(sample.output(number) for number, sample in enumerate(self._samples))
-        if all(output.error is not None for output in outputs) and outputs[0].error is not None:
-            raise outputs[0].error
-        return Result(self.request_id, outputs)
+        errors = [sample.error for sample in self._samples if sample.error is not None]
+        if len(errors) == len(self._samples):
+            raise errors[0]
+
+    def result(self) -> Result:
+        """The finished request. Raises as `raise_if_failed` does."""
+        self.raise_if_failed()
+        return Result(self.request_id, tuple(sample.output(number) for number, sample in enumerate(self._samples)))
 
 
 def _nothing() -> None:

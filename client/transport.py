@@ -7,7 +7,6 @@ unread behind.
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 
 import zmq
@@ -16,6 +15,7 @@ from .address import Address
 from .codec import CLIENT_LIMITS
 from .core import Core
 from .errors import ConnectionLost, KVPoolError, ProtocolError
+from .forking import after_fork_in_child
 from .lifeline import connect_lifeline
 
 GRACE_S = 0.05  # after a hang-up, how long messages may still trickle out of ZeroMQ's own thread
@@ -34,6 +34,7 @@ class Transport:
         self._dealer.setsockopt(zmq.RCVHWM, 0)  # credit bounds what can be on its way
         self._dealer.setsockopt(zmq.MAXMSGSIZE, CLIENT_LIMITS.max_message_bytes)
         self._dealer.connect(address.endpoint)
+        after_fork_in_child(self._abandon_after_fork)
         self.filenos: tuple[int, int] = (int(self._dealer.getsockopt(zmq.FD)), self._lifeline.fileno())
 
     def pump(self, core: Core) -> bool:
@@ -41,10 +42,7 @@ class Transport:
         after everything that arrived before its end was taken in."""
         self._flush(core)
         came = self._drain(core)
-        hung_up = self._read_lifeline(core)
-        if hung_up:
-            self._drain_last(core)
-            raise ConnectionLost("the daemon is gone (it stopped, crashed, or was killed)")
+        came = self._read_lifeline(core) or came
         if core.outbox or core.lifeline_outbox:  # what came asked for an answer
             self._flush(core)
             came = self._drain(core) or came
@@ -80,17 +78,18 @@ class Transport:
             self._drain(core)
 
     def _read_lifeline(self, core: Core) -> bool:
-        """True when the daemon hung up."""
+        """True when something came. Raises ConnectionLost when the daemon hung up."""
         try:
             data = self._lifeline.recv(4096)
         except BlockingIOError:
             return False
-        except OSError as error:
-            return error.errno != errno.EINTR
+        except ConnectionResetError:
+            data = b""
         if not data:
-            return True
+            self._drain_last(core)
+            raise ConnectionLost("the daemon is gone (it stopped, crashed, or was killed)")
         core.receive_lifeline(data)
-        return False
+        return True
 
     def close(self, core: Core | None = None) -> None:
         """Close both, first trying for a moment to send what `core` still has to say. Idempotent."""
@@ -103,7 +102,7 @@ class Transport:
         self._dealer.close(linger=linger_ms)
         self._context.term()
 
-    def abandon_after_fork(self) -> None:
+    def _abandon_after_fork(self) -> None:
         """In a child process: let go of the parent's lifeline, so that the parent's death is still seen. ZeroMQ's
         sockets cannot be closed here; pyzmq leaves those of another process alone."""
         self._lifeline.close()

@@ -1,0 +1,135 @@
+"""The connection of the asyncio client: the event loop watches the sockets, nothing else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from .address import resolve_address
+from .connection import RETRY_S
+from .core import Core, State
+from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
+from .messages import Welcome
+from .stream_state import StreamState
+from .transport import Transport
+
+T = TypeVar("T")
+
+
+class AsyncConnection:
+    """Owns the core and the transport; the event loop calls it when a socket has something."""
+
+    def __init__(self, address: str | None, timeout_s: float, client_name: str) -> None:
+        self.timeout_s = timeout_s
+        self.core = Core(client_name)
+        self._address = address
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport: Transport | None = None
+        self._state_changed = asyncio.Event()
+        self._reattaching: asyncio.Task[None] | None = None
+        self._closed = False
+        self.core.on_change = self._state_changed.set
+
+    async def connect(self) -> Welcome:
+        """Return, once the session is ready, whose it is. Raises ConnectionLost, or Timeout naming timeout_s."""
+        if self.core.state is State.DISCONNECTED:
+            self._open()
+        return await self.wait(self._state_changed, self._ready, self.timeout_s, "timeout_s", "the daemon's welcome")
+
+    def _ready(self) -> Welcome | None:
+        if self.core.state is State.DISCONNECTED:
+            raise self.core.last_error or ConnectionLost("not connected")
+        return self.core.welcome if self.core.state is State.READY else None
+
+    async def wait(
+        self, changed: asyncio.Event, ready: Callable[[], T | None], timeout_s: float, field: str, what: str
+    ) -> T:
+        """The first value that `ready` returns, or what it raises; looked at whenever `changed` is set."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    changed.clear()
+                    value = ready()
+                    self.flush()
+                    if value is not None:
+                        return value
+                    await changed.wait()
+        except TimeoutError as error:
+            if isinstance(error, KVPoolError):
+                raise
+            raise Timeout(f"waited {timeout_s:g} s for {what}", field=field) from None
+
+    def pump(self) -> None:
+        """Send what waits and take in what came; whoever it concerns is woken."""
+        if self._transport is None:
+            return
+        try:
+            self._transport.pump(self.core)
+        except ProtocolError as error:
+            self._lose(ConnectionLost(f"the daemon sent what is no valid message: {error}"))
+        except KVPoolError as error:
+            self._lose(error)
+
+    def flush(self) -> None:
+        """Send what waits, if anything does."""
+        if self.core.outbox:
+            self.pump()
+
+    def drop(self, stream: StreamState) -> None:
+        """Cancel a stream that nobody reads any more. The garbage collector calls this, in any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._cancel, stream)
+
+    def _cancel(self, stream: StreamState) -> None:
+        stream.abandon()
+        self.core.cancel(stream)
+        self.flush()
+
+    def close(self) -> None:
+        """Say goodbye and hang up; everything that still waits gets ConnectionLost. Idempotent."""
+        self._closed = True
+        if self._reattaching is not None:
+            self._reattaching.cancel()
+        self.core.goodbye()
+        self._hang_up(self.core)
+        self.core.abandon_all(ConnectionLost("the client was closed"))
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ConnectionLost("the client was closed")
+        transport = Transport(resolve_address(self._address, os.environ), RETRY_S)
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        for fd in transport.filenos:
+            self._loop.add_reader(fd, self.pump)
+        self.core.connected()
+        self.pump()
+
+    def _hang_up(self, core: Core | None = None) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None and self._loop is not None:
+            for fd in transport.filenos:
+                self._loop.remove_reader(fd)
+            transport.close(core)
+
+    def _lose(self, error: KVPoolError) -> None:
+        self._hang_up()
+        self.core.lost(error, time.monotonic())
+        if self.core.has_detached and self._reattaching is None and self._loop is not None:
+            self._reattaching = self._loop.create_task(self._reattach())
+
+    async def _reattach(self) -> None:
+        """Try again and again for the requests that linger, until none is left waiting."""
+        try:
+            while self.core.has_detached:
+                self.core.expire(time.monotonic())
+                if self.core.has_detached and self.core.state is State.DISCONNECTED:
+                    with contextlib.suppress(KVPoolError):
+                        self._open()
+                await asyncio.sleep(RETRY_S)
+        finally:
+            self._reattaching = None

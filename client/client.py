@@ -1,0 +1,268 @@
+"""The client for ordinary programs: every method waits, with a limit, and threads may share it."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import calls
+from .calls import Question
+from .connection import Connection
+from .messages import Welcome
+from .requests import DEFAULT_WINDOW, Options, Prompt, make_generate, make_submit, merge_params, new_id
+from .results import Result
+from .sampling_params import SamplingParams
+from .stream import Stream
+
+T = TypeVar("T")
+
+
+class Client:
+    """A session with the daemon at `address` (None: `$KVPOOL_ADDRESS`, else where a daemon is found). It connects at
+    the first use, and again by itself at the first use after a loss.
+
+    `timeout_s` limits connecting and every call; `stream_timeout_s` limits the wait for each next token. Every method
+    raises a KVPoolError: ConnectionLost, Timeout, or what the daemon answers.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        stream_timeout_s: float = 600.0,
+        client_name: str = "",
+    ) -> None:
+        self._connection = Connection(address, timeout_s, client_name)
+        self._stream_timeout_s = stream_timeout_s
+
+    # ---- the connection
+
+    def connect(self) -> Welcome:
+        """Connect now, and say to whom: epoch, model, limits."""
+        return self._connection.connect()
+
+    def close(self) -> None:
+        """Hang up; unfinished requests are cancelled. Idempotent."""
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        keep: bool = False,
+        linger_s: float = 0.0,
+        want_text: bool = True,
+        window: int | None = DEFAULT_WINDOW,
+        **sampling: Any,
+    ) -> Stream:
+        """Start a request on text, token ids or chat messages, and return at once. `sampling` replaces single values of
+        `params`.
+
+        Higher `priority` goes first; `deadline_s` from now it ends with finish_reason `deadline`; with `linger_s` it
+        survives a lost connection for that long; `window` is how many tokens may be sent ahead of the reader.
+        """
+        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window)
+        return self._submit(prompt, merge_params(params, sampling), options)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> Stream:
+        message = make_submit(self._connection.connect().limits, prompt, params, options)
+        with self._connection.using() as core:
+            state = core.submit(message, params.n, options.linger_s)
+        return Stream(self._connection, state, self._stream_timeout_s)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        keep: bool = False,
+        linger_s: float = 0.0,
+        timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> Result:
+        """Submit and wait for the result, at most `timeout_s` in all; leaving early cancels the request."""
+        options = Options(priority, deadline_s, request_id, keep, linger_s, window=None)
+        with self._submit(prompt, merge_params(params, sampling), options) as stream:
+            return stream.result(timeout_s)
+
+    def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
+        """`generate` for the turns of a conversation, `{"role": ..., "content": ...}` each."""
+        return self.generate(messages, params, **options)
+
+    def follow(self, request_id: str, n: int = 1, *, window: int | None = DEFAULT_WINDOW) -> Stream:
+        """Go on with a request that another process of this user (or an earlier connection) started, from its first
+        token. Raises NotFound through the stream when there is no such request."""
+        self._connection.connect()
+        with self._connection.using() as core:
+            state = core.attach(request_id, n, window)
+        return Stream(self._connection, state, self._stream_timeout_s)
+
+    # ---- calls
+
+    def _ask(self, question: Question[T]) -> T:
+        self._connection.connect()
+        with self._connection.using() as core:
+            pending = core.call(question.make, question.name)
+        try:
+            self._connection.wait(
+                lambda: True if pending.done else None, self._connection.timeout_s, "timeout_s", question.name
+            )
+        except BaseException:
+            with self._connection.using() as core:
+                core.forget(pending)
+            raise
+        return question.read(pending.value())
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the daemon, by name."""
+        return self._ask(calls.stats())
+
+    def ps(self) -> list[dict[str, Any]]:
+        """One row per sequence, with its owner, state and the reason it waits."""
+        return self._ask(calls.ps())
+
+    def pool_map(self) -> dict[str, Any]:
+        """State, owner and reference count of every block, as packed arrays, and the rows of `ps`."""
+        return self._ask(calls.pool_map())
+
+    def fsck(self) -> dict[str, Any]:
+        """Audit the pool: `consistent`, and what is not."""
+        return self._ask(calls.fsck())
+
+    def cancel(self, request_id: str) -> dict[str, Any]:
+        """Cancel a request of this user (or, for an administrator, of anyone)."""
+        return self._ask(calls.cancel(request_id))
+
+    def drain(self) -> dict[str, Any]:
+        """Take no new work, finish what runs, then stop. For administrators."""
+        return self._ask(calls.drain())
+
+    def reload(self) -> dict[str, Any]:
+        """Read the configuration again. For administrators."""
+        return self._ask(calls.reload())
+
+    def resize(self, pool_bytes: int) -> dict[str, Any]:
+        """Give the pool another size. For administrators."""
+        return self._ask(calls.resize(pool_bytes))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text`, as the model's tokenizer makes them of a prompt."""
+        return self._ask(calls.tokenize(text))
+
+    def detokenize(self, token_ids: list[int] | NDArray[np.int32]) -> str:
+        """The text of token ids."""
+        return self._ask(calls.detokenize(token_ids))
+
+    # ---- sequences
+
+    def open(
+        self, prompt: Prompt = "", *, keep: bool = False, linger_s: float = 0.0, sequence_id: str | None = None
+    ) -> Sequence:
+        """Make a sequence that can be appended to, forked and generated from. With `keep` it outlives this client."""
+        name = new_id() if sequence_id is None else sequence_id
+        return Sequence(self, name, self._ask(calls.open_sequence(name, prompt, keep, linger_s)), keep)
+
+    def attach(self, sequence_id: str) -> Sequence:
+        """Use a sequence that another process made, and leave it when done."""
+        return Sequence(self, sequence_id, self._ask(calls.attach_sequence(sequence_id)), keep=True)
+
+    def restore(self, name: str, *, sequence_id: str | None = None) -> Sequence:
+        """Make a sequence from what `save(name)` stored."""
+        new_name = new_id() if sequence_id is None else sequence_id
+        return Sequence(self, new_name, self._ask(calls.restore(new_name, name)), keep=False)
+
+
+class Sequence:
+    """A sequence in the daemon: tokens, their blocks, and a name. A context manager that closes it unless kept."""
+
+    def __init__(self, client: Client, sequence_id: str, num_tokens: int, keep: bool) -> None:
+        self._client = client
+        self._keep = keep
+        self.sequence_id = sequence_id
+        self.num_tokens = num_tokens  # when last told; generating adds to it
+
+    def append(self, prompt: Prompt) -> None:
+        """Add text, token ids or chat messages at the end."""
+        self.num_tokens = self._client._ask(calls.append(self.sequence_id, prompt))
+
+    def submit(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+        want_text: bool = True,
+        window: int | None = DEFAULT_WINDOW,
+        **sampling: Any,
+    ) -> Stream:
+        """Generate from the end, as a stream. What is generated becomes part of the sequence."""
+        options = Options(priority, deadline_s, request_id, want_text=want_text, window=window)
+        connection = self._client._connection
+        connection.connect()
+        merged = merge_params(params, sampling)
+        message = make_generate(self.sequence_id, merged, options)
+        with connection.using() as core:
+            state = core.submit(message, merged.n)
+        return Stream(connection, state, self._client._stream_timeout_s)
+
+    def generate(
+        self, params: SamplingParams | None = None, *, timeout_s: float | None = None, **options: Any
+    ) -> Result:
+        """Generate from the end and wait for the result."""
+        with self.submit(params, window=None, **options) as stream:
+            result = stream.result(timeout_s)
+        self.num_tokens += len(result.token_ids)
+        return result
+
+    def fork(self, at: int | None = None, *, sequence_id: str | None = None) -> Sequence:
+        """Another sequence with the same first `at` tokens (None: all). Blocks are shared, nothing is copied."""
+        name = new_id() if sequence_id is None else sequence_id
+        return Sequence(self._client, name, self._client._ask(calls.fork(self.sequence_id, name, at)), self._keep)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens."""
+        self.num_tokens = self._client._ask(calls.truncate(self.sequence_id, num_tokens))
+
+    def save(self, name: str) -> None:
+        """Store the sequence with its computed blocks, under a name of this user."""
+        self._client._ask(calls.save(self.sequence_id, name))
+
+    def share(self, *, uid: int | None = None, gid: int | None = None) -> None:
+        """Let another user, or a group, attach to it and fork it."""
+        self._client._ask(calls.share(self.sequence_id, uid, gid))
+
+    def close(self) -> None:
+        """Give it up, kept or not; blocks that nothing else shares become free."""
+        self._client._ask(calls.close(self.sequence_id))
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._keep:
+            self.close()

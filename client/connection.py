@@ -1,0 +1,249 @@
+"""A connection that its waiting threads drive themselves: no thread of its own, no wake-up per token between threads.
+
+Of the threads that wait, one polls the sockets and takes in what comes for all of them; the others sleep on the
+condition until it says that something changed, and when it has what it waited for, another takes its place. Sending is
+done by whoever has something to send. So a program with one thread costs one poll per message, a client that nobody
+waits on costs nothing, and a fork or a Ctrl-C finds no helper thread in an unknown state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from .address import resolve_address
+from .core import Core, State
+from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
+from .forking import after_fork_in_child
+from .messages import Welcome
+from .stream_state import StreamState
+from .transport import Transport
+
+RETRY_S = 0.1
+"""Between attempts to reconnect for requests that linger."""
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Owns the core and, while connected, the transport. Safe to use from several threads."""
+
+    def __init__(self, address: str | None, timeout_s: float, client_name: str) -> None:
+        self.timeout_s = timeout_s
+        self.core = Core(client_name)
+        self._address = address
+        self._changed = threading.Condition(threading.Lock())
+        self._transport: Transport | None = None
+        self._poller = select.poll()
+        self._make_wake_fd()
+        self._driving = False
+        self._closed = False
+        self._dropped: deque[StreamState] = deque()  # streams that were garbage-collected unread
+        self._inherited: list[Transport] = []  # of the process this one was forked from
+        after_fork_in_child(self._after_fork)
+
+    # ---- for the client
+
+    def connect(self) -> Welcome:
+        """Return, once the session is ready, whose it is. Raises ConnectionLost, or Timeout naming timeout_s."""
+        with self._held():
+            if self.core.state is State.DISCONNECTED:
+                self._open(self.timeout_s)
+        return self.wait(self._ready, self.timeout_s, "timeout_s", "the daemon's welcome")
+
+    def _ready(self) -> Welcome | None:
+        if self.core.state is State.DISCONNECTED:
+            raise self.core.last_error or ConnectionLost("not connected")
+        return self.core.welcome if self.core.state is State.READY else None
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[Core]:
+        """Hold the core to change it; what it has to say is sent at the end."""
+        with self._held():
+            yield self.core
+            self._pump_for_others()
+
+    def wait(self, ready: Callable[[], T | None], timeout_s: float, field: str, what: str) -> T:
+        """The first value that `ready` returns, or what it raises. It is called with the core held, first at once and
+        then whenever something changed. Raises Timeout naming `field` and `what` was waited for."""
+        deadline = time.monotonic() + timeout_s
+        with self._held():
+            while (value := ready()) is None:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise Timeout(f"waited {timeout_s:g} s for {what}", field=field)
+                if self._driving:
+                    self._changed.wait(remaining_s)
+                else:
+                    self._drive(remaining_s)
+            if self.core.outbox:
+                self._pump_for_others()
+            return value
+
+    def drop(self, stream: StreamState) -> None:
+        """Cancel a stream that nobody reads any more. The garbage collector calls this, in any thread at any time, so
+        it never waits for the lock: whoever holds it now sees to `_dropped` when letting go."""
+        self._dropped.append(stream)
+        self._settle_dropped()
+
+    def close(self) -> None:
+        """Say goodbye and hang up; everything that still waits gets ConnectionLost. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self.core.goodbye()
+            transport, self._transport = self._transport, None
+            if transport is not None:
+                self._forget_filenos(transport)
+                transport.close(self.core)
+            self.core.abandon_all(ConnectionLost("the client was closed"))
+            if self._driving:
+                self._wake()
+            else:
+                self._close_wake_fd()
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        try:
+            with self._changed:
+                yield
+        finally:
+            self._settle_dropped()
+
+    # ---- the thread that polls for all
+
+    def _drive(self, limit_s: float) -> None:
+        """Move bytes once, waiting for some at most `limit_s`. Called, and returns, with the lock held."""
+        self._driving = True
+        try:
+            self.core.expire(time.monotonic())
+            if self._transport is None:
+                self._reconnect(limit_s)
+            elif not self._pump():
+                self._poll(min(limit_s, RETRY_S) if self.core.has_detached else limit_s)
+                self._pump()
+        finally:
+            self._driving = False
+            if self._closed:
+                self._close_wake_fd()
+            self._changed.notify_all()
+
+    def _poll(self, limit_s: float) -> None:
+        self._changed.release()
+        try:
+            self._settle_dropped()
+            ready = self._poller.poll(limit_s * 1000 + 1)
+        finally:
+            _acquire_surely(self._changed)
+        if any(fd == self._wake_fd for fd, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+
+    def _pump(self) -> bool:
+        """True when something came, be it the end of the connection."""
+        if self._transport is None:
+            return False
+        try:
+            return self._transport.pump(self.core)
+        except ProtocolError as error:
+            self._lose(ConnectionLost(f"the daemon sent what is no valid message: {error}"))
+        except KVPoolError as error:
+            self._lose(error)
+        except BaseException:  # Ctrl-C between two bytecodes: a message may be half taken in, so begin again
+            self._lose(ConnectionLost("interrupted while a message was read"))
+            raise
+        return True
+
+    def _pump_for_others(self) -> None:
+        """Send; what came meanwhile may be what a polling or sleeping thread waits for."""
+        if self._pump():
+            self._changed.notify_all()
+            if self._driving:
+                self._wake()
+
+    def _make_wake_fd(self) -> None:
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ---- opening and losing
+
+    def _open(self, timeout_s: float) -> None:
+        if self._closed:
+            raise ConnectionLost("the client was closed")
+        transport = Transport(resolve_address(self._address, os.environ), timeout_s)
+        self._transport = transport
+        for fd in (*transport.filenos, self._wake_fd):
+            self._poller.register(fd, select.POLLIN)
+        self.core.connected()
+        if self._driving:
+            self._wake()
+        self._pump()
+
+    def _lose(self, error: KVPoolError) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            self._forget_filenos(transport)
+            transport.close()
+        self.core.lost(error, time.monotonic())
+
+    def _forget_filenos(self, transport: Transport) -> None:
+        for fd in transport.filenos:
+            self._poller.unregister(fd)
+
+    def _reconnect(self, limit_s: float) -> None:
+        if not self.core.has_detached:
+            raise self.core.last_error or ConnectionLost("not connected")
+        try:
+            self._open(min(limit_s, RETRY_S))
+        except KVPoolError:
+            self._changed.wait(min(limit_s, RETRY_S))
+
+    # ---- streams that nobody holds any more
+
+    def _settle_dropped(self) -> None:
+        while self._dropped and self._changed.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    stream = self._dropped.popleft()
+                    stream.abandon()
+                    self.core.cancel(stream)
+                self._pump_for_others()
+            finally:
+                self._changed.release()
+
+    def _after_fork(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._driving = False
+        self._poller = select.poll()
+        self._close_wake_fd()
+        self._make_wake_fd()
+        if self._transport is not None:
+            self._inherited.append(self._transport)
+            self._transport = None
+        self.core.abandon_all(ConnectionLost("the process that was connected forked this one"))
+
+
+def _acquire_surely(lock: threading.Condition) -> None:
+    """Acquire although Ctrl-C is pressed meanwhile; raise that afterwards."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            lock.acquire()
+        except BaseException as error:
+            interrupt = error
+        else:
+            break
+    if interrupt is not None:
+        raise interrupt

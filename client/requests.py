@@ -1,0 +1,123 @@
+"""What a caller passes, turned into messages, and refused here where the daemon's stated limits already say no."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidArgument, TooLong
+from .messages import ChatMessage, Generate, ServerLimits, Submit
+from .sampling_params import SamplingParams
+from .schema import Mismatch
+from .token_ids import ITEM_BYTES, pack_token_ids, unpack_token_ids
+
+Chat = Sequence[ChatMessage | Mapping[str, str]]
+Prompt = str | Sequence[int] | NDArray[Any] | Chat
+"""Text, token ids, or the turns of a conversation: `{"role": "user", "content": "..."}`."""
+
+DEFAULT_WINDOW = 256
+"""Tokens of each sample that the daemon may send ahead of the reader."""
+
+
+def new_id() -> str:
+    """A name that nobody else has chosen."""
+    return secrets.token_hex(8)
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | bytes | None, tuple[ChatMessage, ...] | None]:
+    """(prompt, messages) as Submit takes them: one of the two. Raises InvalidArgument naming the part that is wrong."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, np.ndarray) and not isinstance(prompt, Sequence):
+        raise InvalidArgument(f"must be text, token ids or chat messages, not {type(prompt).__name__}", field="prompt")
+    if len(prompt) and isinstance(prompt[0], Mapping | ChatMessage):
+        return None, tuple(_chat_message(turn, number) for number, turn in enumerate(prompt))
+    try:
+        return pack_token_ids(prompt), None  # type: ignore[arg-type]  # checked item by item in there
+    except Mismatch as fault:
+        raise InvalidArgument(fault.message, field=f"prompt{fault.path}") from None
+
+
+def _chat_message(turn: object, number: int) -> ChatMessage:
+    if isinstance(turn, ChatMessage):
+        return turn
+    if not isinstance(turn, Mapping) or set(turn) != {"role", "content"}:
+        raise InvalidArgument("must have exactly the keys role and content", field=f"messages[{number}]")
+    return ChatMessage(turn["role"], turn["content"])
+
+
+def check_prompt(prompt: str | bytes | None, limits: ServerLimits) -> None:
+    """Refuse token ids that this daemon could never take. Text is counted there."""
+    if not isinstance(prompt, bytes):
+        return
+    num_tokens = len(prompt) // ITEM_BYTES
+    if limits.max_model_len and num_tokens > limits.max_model_len:
+        raise TooLong(
+            f"has {num_tokens} tokens, and the daemon's max_model_len is {limits.max_model_len}", field="prompt"
+        )
+    outside = unpack_token_ids(prompt) >= limits.vocab_size
+    if limits.vocab_size and outside.any():
+        raise InvalidArgument(
+            f"must be below the model's vocab_size {limits.vocab_size}", field=f"prompt[{int(outside.argmax())}]"
+        )
+
+
+def merge_params(params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+    """`params` with single values replaced. Raises InvalidArgument for a name that SamplingParams does not have."""
+    try:
+        return replace(params, **overrides) if params is not None else SamplingParams(**overrides)
+    except TypeError:
+        known = SamplingParams.__dataclass_fields__
+        wrong = next((name for name in overrides if name not in known), None)
+        if wrong is None:
+            raise
+        raise InvalidArgument(f"is not a sampling parameter; there are {', '.join(known)}", field=wrong) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a request runs, besides what is sampled."""
+
+    priority: int = 0
+    deadline_s: float | None = None
+    request_id: str | None = None  # None: a fresh one
+    keep: bool = False
+    linger_s: float = 0.0
+    want_text: bool = True
+    window: int | None = DEFAULT_WINDOW  # None: everything may come at once
+
+
+def make_submit(limits: ServerLimits, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
+    """The message that starts a request. Raises InvalidArgument, or TooLong naming max_model_len."""
+    text_or_ids, messages = split_prompt(prompt)
+    check_prompt(text_or_ids, limits)
+    return Submit(
+        request_id=new_id() if options.request_id is None else options.request_id,
+        prompt=text_or_ids,
+        messages=messages,
+        params=params.to_wire(),
+        priority=options.priority,
+        deadline_s=options.deadline_s,
+        credit=options.window,
+        want_text=options.want_text,
+        keep=options.keep,
+        linger_s=options.linger_s,
+    )
+
+
+def make_generate(sequence_id: str, params: SamplingParams, options: Options) -> Generate:
+    """The message that goes on from the end of a sequence."""
+    return Generate(
+        request_id=new_id() if options.request_id is None else options.request_id,
+        sequence_id=sequence_id,
+        params=params.to_wire(),
+        priority=options.priority,
+        deadline_s=options.deadline_s,
+        credit=options.window,
+        want_text=options.want_text,
+    )
