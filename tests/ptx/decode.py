@@ -207,7 +207,16 @@ class Decoder:
             raise unknown(instruction, f"opcode {instruction.opcode!r}")
         self.instructions.append(instruction)
         self.reads, self.writes = [], []
-        return handler(self, instruction)
+        try:
+            step = handler(self, instruction)
+        except IndexError:
+            raise unknown(instruction, f"{len(instruction.operands)} operands") from None
+        touched = {self.names[slot] for slot in (*self.reads, *self.writes)}
+        for operand in instruction.operands if instruction.opcode != "call" else ():
+            for name in register_names(operand):
+                if name not in touched and name in self.used and name not in CLOCKS:
+                    raise unknown(instruction, f"operand {name}")
+        return step
 
     # --- operands ---------------------------------------------------------------------------------------------
 
@@ -429,27 +438,26 @@ def canonical(register: str) -> str:
     return {1: "b8", 2: "b16", 4: "b32", 8: "b64"}[size_of(register)]
 
 
+def register_names(operand: Operand | None) -> list[str]:
+    """Every register that an operand mentions."""
+    match operand:
+        case Reg(name) | Not(name) | Mem(Reg(name), _):
+            return [name]
+        case Vec(items):
+            return [name for item in items for name in register_names(item)]
+        case Pair(first, second):
+            return [*register_names(first), *register_names(second)]
+    return []
+
+
 def _registers_read(program: Program) -> set[str]:
-    """Names that appear anywhere but as the first operand, as a guard, or inside an address."""
-
-    def names(operand: Operand | None) -> list[str]:
-        match operand:
-            case Reg(name) | Not(name):
-                return [name]
-            case Mem(Reg(name), _):
-                return [name]
-            case Vec(items):
-                return [name for item in items for name in names(item)]
-            case Pair(first, second):
-                return [*names(first), *names(second)]
-        return []
-
+    """Names that appear anywhere but as the first operand, which is the result."""
     read: set[str] = set()
     for item in program.code:
         if isinstance(item, Instruction):
             skip = 1 if item.operands and isinstance(item.operands[0], Reg) and item.opcode != "st" else 0
             for operand in item.operands[skip:]:
-                read.update(names(operand))
+                read.update(register_names(operand))
             if item.guard is not None:
                 read.add(item.guard.name)
     return read

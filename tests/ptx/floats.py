@@ -142,7 +142,8 @@ def encode(x: Array, name: str, mode: str = "rn", finite: bool = False) -> Array
     form = FORMATS[name]
     x = x.astype(np.float64)
     magnitude = np.abs(x)
-    exponent = np.maximum(np.frexp(magnitude)[1] - 1, 1 - form.bias).astype(np.int64)
+    exponent = np.where(magnitude > 0, np.frexp(magnitude)[1] - 1, -2000)
+    exponent = np.maximum(exponent, 1 - form.bias).astype(np.int64)
     quantum = exponent - form.mantissa
     scaled = np.ldexp(magnitude, -quantum)
     up = {"rn": np.rint, "rz": np.floor, "rna": lambda v: np.floor(v + 0.5)}
