@@ -1,0 +1,323 @@
+"""The engine: scheduler, device and text, one step at a time; without sockets, threads or a clock of its own.
+
+One `turn` has its stages in this order, and the order is the design:
+
+    collect   the step that the device finished; its tokens enter their sequences and end those that are complete
+    schedule  what the device does next, from everything that is known by now
+    launch    hand it over; from here on the device works
+    flush     text, stop strings and messages of the step collected above, while the device computes the next one
+
+So nothing slow stands between collecting a step and launching the next, except what the next depends on. The price: a
+stop string is found one step late, and the token computed meanwhile is dropped. Nobody sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..client.errors import InternalError, KVPoolError, NumericError
+from ..client.protocol import ErrorInfo, Finished, Notice, TokenBatch
+from ..model.batch import StepResult
+from .metrics import Metrics
+from .request import Request, Sample, Token
+from .scheduler import Scheduler
+from .sequence import Sequence
+from .step_plan import Chunk, StepPlan
+from .step_runner import StepRunner
+
+log = logging.getLogger(__name__)
+
+NO_CREDIT = "its reader granted no more tokens"
+MAX_FAILURES = 3
+
+
+class DeviceLost(Exception):
+    """Several steps in a row failed: the daemon cannot go on."""
+
+
+class Output(NamedTuple):
+    """A message for whoever has the request."""
+
+    request: Request
+    message: TokenBatch | Finished | Notice
+
+
+class Engine:
+    """Requests in, outputs out. Call `turn` after every change, at `wake_at`, and when the device is done.
+
+    Each sample of a submitted request ends in exactly one Finished, whatever happens to it.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, metrics: Metrics, *, epoch: int) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.metrics = metrics
+        self.epoch = epoch
+        self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
+        self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
+        self._outputs: list[Output] = []
+        self._plan: StepPlan | None = None  # in flight
+        self._changed = False  # something happened since the scheduler last had nothing to do
+        self._wake_at: float | None = None
+        self._failures = 0  # steps in a row
+
+    @property
+    def in_flight(self) -> bool:
+        """The device works on a step; poll the runner's descriptor."""
+        return self._plan is not None
+
+    @property
+    def idle(self) -> bool:
+        """No request is alive and nothing waits to be given out."""
+        return self._plan is None and not self._samples and not self._to_flush and not self._outputs
+
+    @property
+    def wake_at(self) -> float | None:
+        """When `turn` is due although nothing happens (monotonic seconds): a deadline, or a rate limit."""
+        return None if self._plan is not None else self._wake_at
+
+    def take_outputs(self) -> list[Output]:
+        """What was made since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # What callers ask
+
+    def submit(self, request: Request) -> None:
+        """Take a request. Raises KVPoolError, and keeps nothing of it, if it cannot be taken."""
+        params = request.params
+        self.scheduler.check_admission(request.uid, len(request.prompt_ids), params.max_tokens, params.n)
+        samples = [Sample.of(request, index) for index in range(params.n)]
+        sequences = [sample.sequence for sample in samples]
+        if len(sequences) == 1:
+            self.scheduler.add(sequences[0])
+        else:
+            self.scheduler.add_group(sequences)
+        request.samples = samples
+        for sample in samples:
+            self._samples[sample.sequence.sequence_id] = sample
+            self._pause_without_credit(sample)
+        self.metrics.requests_total += 1
+        self.metrics.prompt_tokens_total += len(request.prompt_ids)
+        self._changed = True
+
+    def cancel(self, request: Request, reason: str = "cancelled", error: KVPoolError | None = None) -> None:
+        """End every sample of a request, in whatever state it is. Those that have ended stay as they are."""
+        for sample in request.samples:
+            self._end(sample, reason, error)
+
+    def grant(self, request: Request, amount: int, index: int | None = None) -> None:
+        """Allow `amount` more tokens of one sample, or of each."""
+        for sample in request.samples if index is None else request.samples[index : index + 1]:
+            if sample.granted is not None:
+                sample.granted += amount
+                self._resume_if_allowed(sample)
+
+    def set_granted(self, request: Request, credit: int | None) -> None:
+        """A new reader: allow `credit` tokens of each sample from what it was given so far; None: all."""
+        for sample in request.samples:
+            sample.granted = None if credit is None else sample.num_sent + credit
+            self._resume_if_allowed(sample)
+
+    def hold(self, request: Request, reason: str) -> None:
+        """Stop working on a request whose messages cannot be delivered."""
+        request.held = reason
+        for sample in request.samples:
+            self._pause(sample, reason)
+
+    def unhold(self, request: Request) -> None:
+        request.held = ""
+        for sample in request.samples:
+            self._resume_if_allowed(sample)
+
+    # One turn
+
+    def turn(self, now: float, *, step_done: bool) -> None:
+        """Run all stages once. `step_done`: the runner's descriptor is readable. Raises DeviceLost."""
+        if step_done and self._plan is not None:
+            self._collect(now)
+        if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
+            self._schedule(now)
+        self._flush()
+
+    def _collect(self, now: float) -> None:
+        plan, self._plan = self._plan, None
+        self._changed = True
+        if plan is None:
+            return
+        begin = time.perf_counter()
+        try:
+            result = self.runner.collect()
+        except RuntimeError as error:
+            self._fail(plan, error)
+            return
+        self._failures = 0
+        self.metrics.step(plan.num_tokens, self.runner.last_step_s)
+        sampled = self._take_tokens(plan, result, now)
+        for sequence in self.scheduler.update(plan, sampled):
+            self._retire(self._samples[sequence.sequence_id])
+        for sequence_id in sampled:
+            if sequence_id in self._samples:
+                self._pause_without_credit(self._samples[sequence_id])
+        self.metrics.host_s.append(time.perf_counter() - begin)
+
+    def _take_tokens(self, plan: StepPlan, result: StepResult, now: float) -> dict[int, int | None]:
+        """The sampled token by sequence id, each also noted in its sample; a row that holds NaN ends its sample."""
+        token_ids, logprobs = result.tokens.tolist(), result.logprobs.tolist()
+        errors = result.numeric_errors
+        sampled: dict[int, int | None] = {}
+        for row, chunk in enumerate(_sampling_chunks(plan)):
+            sample = self._samples.get(chunk.sequence.sequence_id)
+            if sample is None:
+                continue  # ended while the device worked on it
+            if errors[row]:
+                self._end(sample, "error", NumericError("the model's output for this sequence is not a number"))
+                continue
+            sample.fresh.append(Token(token_ids[row], logprobs[row], _top(result, row, sample.num_logprobs)))
+            sample.count(token_ids[row])
+            sampled[chunk.sequence.sequence_id] = token_ids[row]
+            self._to_flush[sample] = None
+            if sample.request.first_token_at is None:
+                sample.request.first_token_at = now
+                self.metrics.ttft_s.append(now - sample.request.arrival)
+        return sampled
+
+    def _schedule(self, now: float) -> None:
+        """Plan and launch a step, if there is anything to do."""
+        self._changed = False
+        while self._plan is None:
+            begin = time.perf_counter()
+            plan = self.scheduler.schedule(now)
+            self._wake_at = plan.wake_at
+            for sequence in plan.expired:
+                self._retire(self._samples[sequence.sequence_id])
+            for sequence in plan.preempted:
+                self._note_preemption(sequence)
+            if plan.empty:
+                return
+            try:
+                if plan.chunks:
+                    self.runner.start(plan)
+                    self._plan = plan
+                    self.metrics.host_s.append(time.perf_counter() - begin)
+                else:
+                    self.runner.move(plan)
+                    self.scheduler.update(plan, {})
+            except RuntimeError as error:
+                self._fail(plan, error)
+
+    def _fail(self, plan: StepPlan, error: RuntimeError) -> None:
+        """The device failed: the sequences of the step end, the others go on. Raises DeviceLost if it does so again."""
+        self._failures += 1
+        log.error("step failed (%d in a row): %s", self._failures, error, exc_info=error)
+        for chunk in plan.chunks:
+            sample = self._samples.get(chunk.sequence.sequence_id)
+            if sample is not None:
+                self._end(sample, "error", InternalError("the device failed while it worked on this sequence"))
+        self.scheduler.update(plan, {})
+        if self._failures >= MAX_FAILURES:
+            raise DeviceLost(f"{self._failures} steps in a row failed; the last: {error}") from error
+
+    # Ends and pauses
+
+    def _end(self, sample: Sample, reason: str, error: KVPoolError | None = None) -> None:
+        if self.scheduler.finish(sample.sequence, reason):
+            sample.error = error
+            self._retire(sample)
+
+    def _retire(self, sample: Sample) -> None:
+        """The sample's sequence has ended; what is left is to say so."""
+        del self._samples[sample.sequence.sequence_id]
+        self.runner.release(sample)
+        self._to_flush[sample] = None
+        self._changed = True
+
+    def _pause_without_credit(self, sample: Sample) -> None:
+        if sample.granted is not None and sample.num_sent + len(sample.fresh) >= sample.granted:
+            self._pause(sample, NO_CREDIT)
+
+    def _pause(self, sample: Sample, reason: str) -> None:
+        if sample.sequence.sequence_id in self._samples and not sample.paused:
+            sample.paused = True
+            self.scheduler.pause(sample.sequence, reason)
+            self.runner.release(sample)
+            self._notice(sample, "paused", reason)
+
+    def _resume_if_allowed(self, sample: Sample) -> None:
+        has_credit = sample.granted is None or sample.num_sent + len(sample.fresh) < sample.granted
+        if sample.paused and has_credit and not sample.request.held and sample.sequence.sequence_id in self._samples:
+            sample.paused = False
+            self.scheduler.resume(sample.sequence)
+            self._notice(sample, "resumed", "")
+            self._changed = True
+
+    def _note_preemption(self, sequence: Sequence) -> None:
+        sample = self._samples.get(sequence.sequence_id)
+        if sample is not None:
+            self.runner.release(sample)
+            self._notice(sample, "preempted", "its blocks were needed by others; it goes on by itself")
+
+    def _notice(self, sample: Sample, kind: str, reason: str) -> None:
+        request = sample.request
+        self._outputs.append(Output(request, Notice(self.epoch, request.request_id, kind, reason, sample.index)))
+
+    # Giving out
+
+    def _flush(self) -> None:
+        if not self._to_flush:
+            return
+        for sample in self._to_flush:
+            self._give_out(sample)
+        self._to_flush = {}
+        self.metrics.occupancy(*_occupancy(self.scheduler))
+
+    def _give_out(self, sample: Sample) -> None:
+        """The sample's fresh tokens with their text, and the end if it has come."""
+        batch, stopped = sample.take_fresh()
+        if batch is not None:
+            self.metrics.tokens_generated_total += len(batch.token_ids)
+            self._outputs.append(Output(sample.request, batch))
+        if stopped and self.scheduler.finish(sample.sequence, "stop"):
+            del self._samples[sample.sequence.sequence_id]
+            self.runner.release(sample)
+            self._changed = True
+        if sample.sequence.finished:
+            self._outputs.append(Output(sample.request, self._finished(sample, stopped)))
+
+    def _finished(self, sample: Sample, stopped: bool) -> Finished:
+        reason = "stop" if stopped else sample.sequence.finish_reason or "error"
+        error = sample.error
+        info = None if error is None else ErrorInfo(error.code, error.message, error.field, error.retry_after_ms)
+        tail = "" if stopped else sample.tail()
+        self.metrics.finished[reason] += 1
+        self.metrics.cached_tokens_total += sample.usage.cached_tokens
+        sample.finished = Finished(
+            self.epoch, sample.request.request_id, sample.index, reason, sample.usage, tail, info
+        )
+        return sample.finished
+
+
+def _sampling_chunks(plan: StepPlan) -> Iterable[Chunk]:
+    return (chunk for chunk in plan.chunks if chunk.samples)
+
+
+def _top(result: StepResult, row: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The row's best candidates, (token_id, logprob), best first."""
+    if count <= 0:
+        return ()
+    return tuple(zip(result.top_tokens[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True))
+
+
+def _occupancy(scheduler: Scheduler) -> tuple[int, int]:
+    """KV slots of the blocks in use, and how many of them hold a token. Only tails are partly filled."""
+    size = scheduler.pool.block_size
+    allocated = scheduler.pool.num_used * size
+    empty = sum(
+        len(sequence.block_table) * size - sequence.num_computed_tokens
+        for sequence in scheduler.roster.sequences.values()
+        if sequence.block_table
+    )
+    return allocated, max(0, allocated - empty)

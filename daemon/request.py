@@ -1,0 +1,202 @@
+"""A request and its samples as the engine keeps them: what was asked, what was given out, what is held back."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from ..client.errors import KVPoolError
+from ..client.protocol import Finished, TokenBatch, Usage
+from ..client.sampling_params import SamplingParams
+from ..model.detokenizer import StopStrings, StreamDetokenizer
+from .sequence import Sequence
+from .text import Text
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio, odd: no two of 2^64 multiples of it are equal modulo 2^64."""
+
+
+def draw_seed() -> int:
+    """A seed for a request that names none; kept with it, so that its tokens can be computed again."""
+    return secrets.randbits(64)
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request: (seed + index * SEED_STRIDE) mod 2^64. Sample 0 has the request's own,
+    so a request for n samples begins with the answer that a request for one would have had."""
+    return (seed + index * SEED_STRIDE) % 2**64
+
+
+@dataclass(slots=True)
+class Token:
+    """One generated token on its way out."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # best first: (token_id, logprob)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One accepted Submit. `session` is whoever gets its messages (None: nobody now), opaque to the engine."""
+
+    request_id: str
+    uid: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]  # the model's own end tokens included, unless they are to be ignored
+    text: Text | None  # None: nobody wants text
+    arrival: float = 0.0  # monotonic seconds
+    deadline: float | None = None  # monotonic seconds
+    priority: int = 0
+    want_text: bool = True
+    linger_s: float = 0.0
+    credit: int | None = None  # tokens of each sample that may be given out before more is granted; None: all
+    session: object = None
+    held: str = ""  # why its messages cannot be delivered at the moment
+    samples: list[Sample] = field(default_factory=list)
+    first_token_at: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """Every sample has had its last message."""
+        return all(sample.finished for sample in self.samples)
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One of a request's n sequences, and its text so far."""
+
+    request: Request
+    index: int
+    seed: int
+    sequence: Sequence
+    detokenizer: StreamDetokenizer | None
+    stops: StopStrings | None
+    granted: int | None  # tokens that may be given out in all; None: all
+    slot: int = -1  # its row in the step builder while it is running
+    paused: bool = False
+    fresh: list[Token] = field(default_factory=list)  # computed, not yet given out
+    num_sent: int = 0
+    error: KVPoolError | None = None
+    finished: Finished | None = None  # its last message, once made
+    history: list[TokenBatch] = field(default_factory=list)  # what was given out, where the request may be resumed
+    token_counts: dict[int, int] = field(default_factory=dict)  # for penalties: times generated; 0: only in the prompt
+
+    @classmethod
+    def of(cls, request: Request, index: int) -> Sample:
+        """Sample `index` of a request, with a new sequence."""
+        params = request.params
+        sequence = Sequence(
+            uid=request.uid,
+            token_ids=list(request.prompt_ids),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=request.stop_token_ids,
+            priority=request.priority,
+            deadline=request.deadline,
+            arrival=request.arrival,
+        )
+        sample = cls(
+            request,
+            index,
+            sample_seed(request.seed, index),
+            sequence,
+            request.text.detokenizer(show_special=not params.skip_special_tokens) if request.text else None,
+            StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None,
+            request.credit,
+        )
+        sequence.client_data = sample
+        if params.repetition_penalty != 1.0:
+            sample.token_counts = dict.fromkeys(request.prompt_ids, 0)
+        return sample
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.request.params
+        return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.sequence.num_prompt_tokens, self.num_sent, self.sequence.num_cached_tokens)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Best candidates to report with each token."""
+        return self.request.params.logprobs or 0
+
+    @property
+    def allowed(self) -> Items[int]:
+        """Token ids that may be generated; empty: all."""
+        return self.request.params.allowed_token_ids or ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but its own row of numbers decides how its tokens are drawn: no lists."""
+        params = self.request.params
+        return not (self.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens)
+
+    def biases(self) -> dict[int, float]:
+        """What is added to which token's logit now. Stop tokens are banned until there are min_tokens."""
+        params = self.request.params
+        biases = dict(params.logit_bias or {})
+        if self.sequence.num_output_tokens < params.min_tokens:
+            biases.update(dict.fromkeys(self.request.stop_token_ids, -math.inf))
+        return biases
+
+    def count(self, token_id: int) -> None:
+        """A token was generated: the penalties of the next ones depend on it."""
+        if self.has_penalties:
+            self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+
+    def take_fresh(self) -> tuple[TokenBatch | None, bool]:
+        """The fresh tokens with their text as a message (None: there are none), and whether a stop string is complete.
+
+        Tokens after a stop string are dropped.
+        """
+        tokens, self.fresh = self.fresh, []
+        texts: list[str] = []
+        stopped = False
+        for token in tokens:
+            text, stopped = self._text_of(token.token_id)
+            texts.append(text)
+            if stopped:
+                break
+        del tokens[len(texts) :]
+        if not tokens:
+            return None, False
+        params, first = self.request.params, self.num_sent
+        self.num_sent += len(tokens)
+        batch = TokenBatch(
+            self.request.request_id,
+            self.index,
+            first,
+            tuple(token.token_id for token in tokens),
+            tuple(texts) if self.request.want_text else (),
+            tuple(token.logprob for token in tokens) if params.logprobs is not None else (),
+            tuple(token.top for token in tokens) if params.logprobs else (),
+        )
+        if self.request.linger_s > 0:
+            self.history.append(batch)
+        return batch, stopped
+
+    def _text_of(self, token_id: int) -> tuple[str, bool]:
+        """What the token adds to the text that may be given out, and whether it completes a stop string."""
+        if self.detokenizer is None:
+            return "", False
+        ends = token_id in self.request.stop_token_ids and self.sequence.finish_reason == "stop"
+        text = "" if ends and not self.request.params.include_stop_str_in_output else self.detokenizer.push(token_id)
+        return (text, False) if self.stops is None else self.stops.push(text)
+
+    def tail(self) -> str:
+        """Text that was held back, once it is certain that no stop string follows."""
+        if self.detokenizer is None:
+            return ""
+        text = self.detokenizer.flush()
+        if self.stops is None:
+            return text
+        text, stopped = self.stops.push(text)
+        return text if stopped else text + self.stops.flush()

@@ -1,0 +1,176 @@
+"""Who is connected: sessions by routing id, the lifelines that prove them alive, and what waits for a slow reader.
+
+A session begins with Hello and belongs to the uid that the kernel names. Its lifeline must be attached within a grace
+time; when the lifeline hangs up, the session is over in the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ..client.errors import KVPoolError, ProtocolError
+from ..client.lifeline import FrameKind, FrameReader, PeerCredentials, encode_frame, peer_credentials
+from ..client.protocol import LIFELINE_TOKEN_BYTES
+from .request import Request
+
+RECEIVE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who sent a message, as the kernel says. pid is 0 where it belongs to another pid namespace."""
+
+    uid: int
+    gid: int
+    pid: int
+
+    @classmethod
+    def from_address(cls, address: str) -> Peer | None:
+        """From libzmq's `Peer-Address` of an ipc connection, `localhost:uid:gid:pid`."""
+        parts = address.split(":")
+        if len(parts) != 4 or not all(part.isdecimal() for part in parts[1:]):
+            return None
+        return cls(*map(int, parts[1:]))
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client's connection, and the requests whose names it owns."""
+
+    routing_id: bytes
+    peer: Peer
+    client_name: str
+    session_id: str
+    token: bytes  # the client proves with it that lifeline and session are the same process's
+    lifeline: Lifeline | None = None
+    requests: dict[str, Request] = field(default_factory=dict)
+    outbox: deque[bytes] = field(default_factory=deque)  # could not be sent: the reader is slow
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lifeline:
+    """One accepted stream. `session` is None until its token came."""
+
+    stream: socket.socket
+    credentials: PeerCredentials
+    due: float  # monotonic seconds; hung up then, if no token came
+    frames: FrameReader = field(default_factory=FrameReader)
+    session: Session | None = None
+
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+        with contextlib.suppress(OSError):  # a peer that is gone is noticed by reading
+            self.stream.send(encode_frame(kind, payload), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+class Sessions:
+    """All sessions and lifelines. `watch` and `unwatch` tell the loop which descriptors to poll."""
+
+    def __init__(self, watch: Callable[[int], None], unwatch: Callable[[int], None]) -> None:
+        self._watch, self._unwatch = watch, unwatch
+        self._by_routing_id: dict[bytes, Session] = {}
+        self._by_token: dict[bytes, Session] = {}  # those whose lifeline is still to come
+        self._lifelines: dict[int, Lifeline] = {}  # by file descriptor
+
+    def __len__(self) -> int:
+        return len(self._by_routing_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_routing_id.values()))
+
+    def get(self, routing_id: bytes) -> Session | None:
+        return self._by_routing_id.get(routing_id)
+
+    def count_of(self, uid: int) -> int:
+        return sum(session.peer.uid == uid for session in self._by_routing_id.values())
+
+    def open(self, routing_id: bytes, peer: Peer, client_name: str) -> Session:
+        """A new session, waiting for its lifeline."""
+        session = Session(
+            routing_id, peer, client_name, secrets.token_hex(8), secrets.token_bytes(LIFELINE_TOKEN_BYTES)
+        )
+        self._by_routing_id[routing_id] = session
+        self._by_token[session.token] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Forget the session and hang up. Its requests are the caller's to settle. Idempotent."""
+        session.closed = True
+        session.outbox.clear()
+        self._by_routing_id.pop(session.routing_id, None)
+        self._by_token.pop(session.token, None)
+        if session.lifeline is not None:
+            self._hang_up(session.lifeline)
+
+    # Lifelines
+
+    def accept(self, listener: socket.socket, due: float) -> None:
+        """Take every connection that waits. Out of descriptors, the rest go on waiting in the backlog."""
+        with contextlib.suppress(OSError):
+            while True:
+                stream, _ = listener.accept()
+                stream.setblocking(False)
+                lifeline = Lifeline(stream, peer_credentials(stream), due)
+                self._lifelines[stream.fileno()] = lifeline
+                self._watch(stream.fileno())
+
+    def read(self, fd: int) -> Session | None:
+        """Take what came on a lifeline; the session that just ended, if one did."""
+        lifeline = self._lifelines.get(fd)
+        if lifeline is None:
+            return None
+        try:
+            data = lifeline.stream.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up(lifeline)
+            return lifeline.session
+        try:
+            for frame in lifeline.frames.feed(data):
+                if frame.kind is not FrameKind.TOKEN or lifeline.session is not None:
+                    raise ProtocolError("the only frame a client sends is its token, once", field="lifeline")
+                self._attach(lifeline, frame.payload)
+        except KVPoolError as error:
+            lifeline.send(FrameKind.REFUSED, str(error).encode())
+            self._hang_up(lifeline)
+            return lifeline.session
+        return None
+
+    def _attach(self, lifeline: Lifeline, token: bytes) -> None:
+        session = self._by_token.get(token)
+        if session is None:
+            raise ProtocolError("no session waits for this token; say hello first", field="lifeline_token")
+        if not _same_process(lifeline.credentials, session.peer):
+            raise ProtocolError("the token belongs to another process", field="lifeline_token")
+        del self._by_token[token]
+        lifeline.session, session.lifeline = session, lifeline
+        lifeline.send(FrameKind.ATTACHED)
+
+    def hang_up_overdue(self, now: float) -> None:
+        """Hang up streams whose token did not come in time."""
+        for lifeline in [lifeline for lifeline in self._lifelines.values() if lifeline.session is None]:
+            if lifeline.due <= now:
+                self._hang_up(lifeline)
+
+    def _hang_up(self, lifeline: Lifeline) -> None:
+        if self._lifelines.pop(lifeline.stream.fileno(), None) is not None:
+            self._unwatch(lifeline.stream.fileno())
+            lifeline.stream.close()
+
+    def hang_up_all(self) -> None:
+        """At the end of the daemon."""
+        for lifeline in list(self._lifelines.values()):
+            self._hang_up(lifeline)
+
+
+def _same_process(credentials: PeerCredentials, peer: Peer) -> bool:
+    """By uid, and by pid where both sides can name it (0: a process of another pid namespace)."""
+    return credentials.uid == peer.uid and (0 in (credentials.pid, peer.pid) or credentials.pid == peer.pid)

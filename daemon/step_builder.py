@@ -1,0 +1,152 @@
+"""A StepPlan as the arrays that a back end runs.
+
+What stays the same from step to step is kept in rows, one per running sequence (its slot): block tables, grown by the
+entries that changed, and sampling parameters. A step gathers the rows it needs, so a decode step costs about a dozen
+array operations whatever the number of sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..model.backend import BackendLimits
+from ..model.batch import Float32, Int32, Int64, SamplingBatch, StepBatch
+from .request import Sample
+from .step_plan import Chunk, StepPlan
+
+SAMPLE = -1  # in `targets`: no target, draw a token
+
+
+class StepBuilder:
+    """Builds one StepBatch at a time. `release` a sample's slot when it stops running."""
+
+    def __init__(self, limits: BackendLimits) -> None:
+        slots, self._block_size = limits.max_num_seqs, limits.block_size
+        max_blocks = -(-limits.max_model_len // limits.block_size)
+        self._block_tables: Int32 = np.zeros((slots, max_blocks), dtype=np.int32)
+        self._temperature: Float32 = np.zeros(slots, dtype=np.float32)
+        self._top_k: Int32 = np.zeros(slots, dtype=np.int32)
+        self._top_p: Float32 = np.ones(slots, dtype=np.float32)
+        self._min_p: Float32 = np.zeros(slots, dtype=np.float32)
+        self._seeds: NDArray[np.uint64] = np.zeros(slots, dtype=np.uint64)
+        self._num_logprobs: Int32 = np.zeros(slots, dtype=np.int32)
+        self._repetition_penalty: Float32 = np.ones(slots, dtype=np.float32)
+        self._presence_penalty: Float32 = np.zeros(slots, dtype=np.float32)
+        self._frequency_penalty: Float32 = np.zeros(slots, dtype=np.float32)
+        self._with_lists: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # has penalties, bias, bans or a mask
+        self._free_slots = list(range(slots - 1, -1, -1))
+
+    def release(self, sample: Sample) -> None:
+        """Give the sample's row back. Nothing of it is read again: the next owner writes every column."""
+        if sample.slot >= 0:
+            self._free_slots.append(sample.slot)
+            sample.slot = -1
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The arrays of a plan with at least one chunk."""
+        chunks = plan.chunks
+        slots = np.array([self._prepare(chunk) for chunk in chunks])  # (S,)
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([chunk.num_tokens for chunk in chunks])
+        query_start = np.zeros(len(chunks) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        owners = np.repeat(slots, counts)  # (T,) each row's slot
+        positions = np.arange(plan.num_tokens) + np.repeat(starts - query_start[:-1], counts)
+        blocks = self._block_tables[owners, positions // self._block_size].astype(np.int64)
+        seq_lens = starts + counts
+        widest = -(-int(seq_lens.max()) // self._block_size)
+        sampled = np.array([chunk.samples for chunk in chunks])
+        return StepBatch(
+            tokens=_tokens(chunks),
+            positions=positions.astype(np.int32),
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            query_start=query_start,
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=self._block_tables[slots, :widest],
+            logit_rows=query_start[1:][sampled] - np.int32(1),
+            sampling=self._sampling([chunk for chunk in chunks if chunk.samples], slots[sampled]),
+        )
+
+    def _prepare(self, chunk: Chunk) -> int:
+        """The chunk's slot, with its block table up to date. Only entries from the chunk's first token on can differ
+        from those of the step before: blocks are appended, and copy-on-write replaces the one being written."""
+        sample = _sample_of(chunk)
+        first = chunk.start // self._block_size
+        if sample.slot < 0:
+            sample.slot = self._free_slots.pop()
+            self._write_parameters(sample)
+            first = 0
+        row, table = self._block_tables[sample.slot], chunk.sequence.block_table
+        if len(table) == first + 1:
+            row[first] = table[first]
+        else:
+            row[first : len(table)] = table[first:]
+        return sample.slot
+
+    def _write_parameters(self, sample: Sample) -> None:
+        params, slot = sample.request.params, sample.slot
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = max(params.top_k, 0)  # -1 is off, too
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = sample.seed
+        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._repetition_penalty[slot] = params.repetition_penalty
+        self._presence_penalty[slot] = params.presence_penalty
+        self._frequency_penalty[slot] = params.frequency_penalty
+        self._with_lists[slot] = not sample.is_plain
+
+    def _sampling(self, chunks: list[Chunk], slots: Int64) -> SamplingBatch:
+        batch = SamplingBatch(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            seeds=self._seeds[slots],
+            counters=np.array([chunk.sequence.num_output_tokens for chunk in chunks], dtype=np.int64),
+            num_logprobs=self._num_logprobs[slots],
+            targets=np.full(len(chunks), SAMPLE, dtype=np.int32),
+            repetition_penalty=self._repetition_penalty[slots],
+            presence_penalty=self._presence_penalty[slots],
+            frequency_penalty=self._frequency_penalty[slots],
+            penalty_start=np.zeros(len(chunks) + 1, dtype=np.int32),
+            bias_start=np.zeros(len(chunks) + 1, dtype=np.int32),
+            allowed_start=np.zeros(len(chunks) + 1, dtype=np.int32),
+        )
+        if self._with_lists[slots].any():
+            _add_lists(batch, [_sample_of(chunk) for chunk in chunks])
+        return batch
+
+
+def _tokens(chunks: list[Chunk]) -> Int32:
+    """(T,) the token ids of all chunks, one after the other."""
+    tokens: list[int] = []
+    for chunk in chunks:
+        if chunk.num_tokens == 1:
+            tokens.append(chunk.sequence.token_ids[chunk.start])
+        else:
+            tokens += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return np.array(tokens, dtype=np.int32)
+
+
+def _sample_of(chunk: Chunk) -> Sample:
+    sample = chunk.sequence.client_data
+    if not isinstance(sample, Sample):
+        raise TypeError("a sequence in the plan belongs to nobody")
+    return sample
+
+
+def _add_lists(batch: SamplingBatch, samples: list[Sample]) -> None:
+    """Fill the ragged lists: penalties' counts, biases and bans, allowed tokens."""
+    penalties = [sample.token_counts for sample in samples]
+    biases = [sample.biases() for sample in samples]
+    allowed = [sample.allowed for sample in samples]
+    np.cumsum([len(row) for row in penalties], out=batch.penalty_start[1:])
+    batch.penalty_tokens = np.array([token for row in penalties for token in row], dtype=np.int32)
+    batch.penalty_counts = np.array([count for row in penalties for count in row.values()], dtype=np.int32)
+    np.cumsum([len(row) for row in biases], out=batch.bias_start[1:])
+    batch.bias_tokens = np.array([token for row in biases for token in row], dtype=np.int32)
+    batch.bias_values = np.array([value for row in biases for value in row.values()], dtype=np.float32)
+    np.cumsum([len(row) for row in allowed], out=batch.allowed_start[1:])
+    batch.allowed_tokens = np.array([token for row in allowed for token in row], dtype=np.int32)

@@ -1,0 +1,69 @@
+"""Carries out StepPlans on a back end: memory moves, then the step; and measures what they cost."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..model.backend import Backend, BackendLimits
+from ..model.batch import StepResult
+from .host_pool import PreemptionCosts
+from .request import Sample
+from .step_builder import StepBuilder
+from .step_plan import StepPlan
+
+SMOOTHING = 0.1  # weight of the newest measurement
+
+
+class StepRunner:
+    """One step at a time: `start`, wait for `fileno`, `collect`."""
+
+    def __init__(self, backend: Backend, limits: BackendLimits, *, host_blocks: int, costs: PreemptionCosts) -> None:
+        self._backend = backend
+        self._builder = StepBuilder(limits)
+        self._host: NDArray[np.uint8] = np.zeros((host_blocks, backend.block_bytes if host_blocks else 0), np.uint8)
+        self._costs = costs
+        self._started_at = 0.0
+        self._num_tokens = 0
+        self.last_step_s = 0.0
+
+    def fileno(self) -> int:
+        """Polls readable when the step that was started is done."""
+        return self._backend.fileno()
+
+    def start(self, plan: StepPlan) -> None:
+        """Move the plan's blocks and launch its chunks. Raises RuntimeError if the device failed."""
+        self.move(plan)
+        batch = self._builder.build(plan)
+        self._num_tokens = plan.num_tokens
+        self._started_at = time.perf_counter()
+        self._backend.launch(batch)
+
+    def move(self, plan: StepPlan) -> None:
+        """Only the plan's memory moves, in its order: swap out, copy, swap in."""
+        begin = time.perf_counter()
+        if plan.swap_out:
+            blocks, slots = zip(*plan.swap_out, strict=True)
+            self._host[list(slots)] = self._backend.read_blocks(blocks)
+        if plan.copies:
+            self._backend.copy_blocks(*zip(*plan.copies, strict=True))
+        if plan.swap_in:
+            slots, blocks = zip(*plan.swap_in, strict=True)
+            self._backend.write_blocks(blocks, self._host[list(slots)])
+        if swapped := len(plan.swap_out) + len(plan.swap_in):
+            per_block = (time.perf_counter() - begin) / swapped
+            self._costs.swap_s_per_block += SMOOTHING * (per_block - self._costs.swap_s_per_block)
+
+    def collect(self) -> StepResult:
+        """The step's result. Raises RuntimeError if the device failed."""
+        result = self._backend.collect()
+        self.last_step_s = time.perf_counter() - self._started_at
+        per_token = result.compute_s / max(1, self._num_tokens)
+        self._costs.compute_s_per_token += SMOOTHING * (per_token - self._costs.compute_s_per_token)
+        return result
+
+    def release(self, sample: Sample) -> None:
+        """The sample runs no more, or its blocks changed: forget what is kept of it between steps."""
+        self._builder.release(sample)

@@ -1,0 +1,40 @@
+"""A Submit as it came over the wire, checked against the model and turned into a Request."""
+
+from __future__ import annotations
+
+from ..client.errors import InvalidArgument, Unsupported
+from ..client.protocol import Submit
+from ..client.sampling_params import SamplingParams
+from .request import Request, draw_seed
+from .text import Text
+
+
+def make_request(message: Submit, text: Text, uid: int, now: float) -> Request:
+    """The request that a Submit asks for. Raises KVPoolError naming the field that cannot be used."""
+    if message.keep:
+        raise Unsupported("submit cannot keep its sequence", field="keep")
+    params = SamplingParams.from_wire(dict(message.params or {}))
+    params.validate(vocab_size=text.vocab_size)
+    if params.prompt_logprobs is not None:
+        raise Unsupported("this daemon does not report logprobs of the prompt", field="prompt_logprobs")
+    stop_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else text.eos_token_ids)
+    if params.min_tokens and params.allowed_token_ids and stop_token_ids.issuperset(params.allowed_token_ids):
+        raise InvalidArgument(
+            "allows only tokens that end the text, which min_tokens forbids; set min_tokens to 0",
+            field="allowed_token_ids",
+        )
+    return Request(
+        request_id=message.request_id,
+        uid=uid,
+        prompt_ids=text.prompt_ids(message.prompt, message.messages),
+        params=params,
+        seed=draw_seed() if params.seed is None else params.seed,
+        stop_token_ids=stop_token_ids,
+        text=text if message.want_text or params.stop else None,
+        arrival=now,
+        deadline=None if message.deadline_s is None else now + message.deadline_s,
+        priority=message.priority,
+        want_text=message.want_text,
+        linger_s=message.linger_s,
+        credit=message.credit,
+    )
