@@ -86,7 +86,7 @@ def issue(d: Decoder, i: Instruction, width: int) -> Step:
                 chosen = np.arange(to.count) if sizes is None else np.flatnonzero(sizes == amount)
                 fetch(origin, chosen, min(int(amount), width), width, data, at)
             to.observe(at, "store", flat, width)
-            to.memory.state[flat[:, None] + np.arange(width)] = PENDING
+            to.memory.mark(flat, width, PENDING)
             lane = to.pick(lanes.lanes)
             machine.copies.append(Copy(at, lane, machine.committed[lane], flat, data))
 
@@ -100,10 +100,13 @@ def fetch(origin: Target, chosen: Array, amount: int, width: int, data: Array, a
     lanes = origin.lanes
     who = chosen if origin.who is None else origin.who[chosen]
     part = Target(lanes, origin.instruction, "global", np.broadcast_to(origin.offset, origin.count)[chosen], who)
-    flat = part.locate(width if amount == width else 1)
-    words = part.memory.read(lanes, origin.instruction, flat, 1, amount, who)
+    whole = amount == width
+    flat = part.locate(width if whole else 1)
+    word = min(width, 8) if whole else 1
+    for first in range(0, amount, word):
+        (value,) = part.memory.read(lanes, origin.instruction, flat + first, word, 1, who)
+        data[chosen, first : first + word] = value.view(np.uint8).reshape(-1, word)
     part.observe(at, "load", flat, amount)
-    data[chosen, :amount] = np.stack(words, axis=1)
 
 
 def commit(lanes: Lanes, mask: Array | None) -> None:
@@ -134,11 +137,14 @@ def complete(machine: Machine, copy: Copy, here: Array, pending: int, uncommitte
     if not done.any():
         return copy
     flat, data, lane = copy.flat[done], copy.data[done], copy.lane[done]
-    where = flat[:, None] + np.arange(data.shape[1])
-    machine.shared.data[where] = data
-    machine.shared.state[where] = WRITTEN
+    width = data.shape[1]
+    word = min(width, 8)
+    words = np.ascontiguousarray(data).view(f"u{word}")
+    for n in range(width // word):
+        machine.shared.data_words[word][flat // word + n] = words[:, n]
+    machine.shared.mark(flat, width, WRITTEN)
     if machine.races:
-        machine.races.add(copy.at, WRITE, lane, machine.sync_epoch[lane >> 5], flat, data.shape[1])
+        machine.races.add(copy.at, WRITE, lane, machine.sync_epoch[lane >> 5], flat, width)
     if done.all():
         return None
     return Copy(copy.at, copy.lane[~done], copy.group[~done], copy.flat[~done], copy.data[~done])

@@ -80,6 +80,12 @@ class Space:
             data[index + k] = value
             state[index + k] = _PATTERNS[WRITTEN, word]
 
+    def mark(self, flat: Array, width: int, state: int) -> None:
+        """Set the shadow of aligned accesses of `width` bytes."""
+        word = min(width, 8)
+        for part in range(width // word):
+            self.state_words[word][flat // word + part] = _PATTERNS[state, word]
+
     def check(
         self, lanes: Lanes, instruction: Instruction, flat: Array, width: int, who: Array | None, reading: bool
     ) -> None:

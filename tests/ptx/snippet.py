@@ -57,7 +57,7 @@ def run_snippet(
 ) -> tuple[list[Array], Counters]:
     arrays = [np.ascontiguousarray(value) for value in inputs]
     count = len(arrays[0])
-    device = device or Device(capacity_bytes=1 << 24)
+    device = device or Device(capacity_bytes=(1 << 16) + (len(arrays) + len(outputs)) * (8 * count + 1024))
     # 8-bit inputs go through 16-bit registers, which is the narrowest kind there is.
     arrays = [array.astype(UNSIGNED[2]) if array.itemsize == 1 else array for array in arrays]
     results = [device.empty(count, dtype_of(kind)) for kind in outputs]
