@@ -5,7 +5,7 @@ and top-p are searches for a threshold, each step one vectorised count over thos
 Weights are integers because integer sums have no order: they vectorise, and the bits do not depend on how.
 
 All arrays are float32: `scaled` (V,), `weights` (V,) = exp(scaled) * 2**40 before rounding, `block_max`
-(ceil(V / BLOCK),) the maximum of each BLOCK columns, `few` (FEW,) scratch.
+(ceil(V / BLOCK),) the maximum of each BLOCK columns, `spare` (spare_floats(V),) scratch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Float32 = NDArray[np.float32]
 
 BLOCK = 128  # columns whose maximum is kept, so that later passes skip what cannot matter
 FEW = 128  # candidates that are cheaper to sort than to halve once more
-_BY_VALUE = 12  # halvings by value before the search halves the remaining float32 bit patterns
+_BY_VALUE = 16  # steps by value before the search halves the remaining float32 bit patterns
 
 _MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
 _INFINITY_KEY = np.int32(0x7F800000)
@@ -46,6 +46,11 @@ _WEIGHT_BITS = np.int32(40)
 _WEIGHT_ONE = 2.0**40
 _ROUND_64 = 6755399441055744.0
 _ROUND_64_BITS = np.int64(0x4338000000000000)
+
+
+def spare_floats(vocab_size: int) -> int:
+    """float32 entries of `spare`: three arrays for an eighth of the row, with room for one more."""
+    return 3 * (vocab_size // 8 + FEW + 1)
 
 
 @kernel
@@ -112,15 +117,15 @@ def peak(row: Float32, block_max: Float32) -> tuple[int, bool]:
 
 
 @kernel
-def log_total(row: Float32, maximum: float, few: Float32) -> float:
+def log_total(row: Float32, maximum: float, spare: Float32) -> float:
     """log(sum(exp(row - maximum))) as float64."""
     total = 0
     for start in range(0, len(row), FEW):
         part = row[start : start + FEW]
         for i in range(len(part)):  # apart from the sum, so that it runs at the vector width of float32
-            few[i] = _weight(part[i] - maximum)
+            spare[i] = _weight(part[i] - maximum)
         for i in range(len(part)):
-            total += _rounded(few[i])
+            total += _rounded(spare[i])
     return math.log(total / _WEIGHT_ONE)
 
 
@@ -161,32 +166,64 @@ def _search(
     floor_count: int,
     goal: int,
     by_weight: bool,
-    few: Float32,
+    spare: Float32,
 ) -> tuple[float, int]:
     """(threshold, ties) of the fewest best candidates whose count, or weight, reaches `goal`.
 
-    The `floor_count` candidates above `floor` must reach it. An interval low < scaled <= high that holds the last one
-    needed is halved until few candidates are left in it, or one value.
+    The `floor_count` candidates above `floor` must reach it. The row is searched until an eighth of it is left, which
+    is copied out, and that until few are left to sort.
     """
-    low, high = floor, _ZERO
-    low_count, high_count, high_measure = floor_count, 0, 0
+    room = len(spare) // 3
+    inner, inner_weights, inner_max = spare[:room], spare[room : 2 * room], spare[2 * room :]
+    low, high, count, goal = _narrow(scaled, weights, block_max, floor, _ZERO, floor_count, goal, by_weight, room - 1)
+    if count >= room:
+        return high, _ties(high, goal, by_weight)
+    _gather(scaled, block_max, low, high, inner)
+    inner, inner_max = inner[:count], inner_max[: -(-count // BLOCK)]
+    for i in range(count):
+        inner_weights[i] = _weight(inner[i])
+    for b in range(len(inner_max)):
+        inner_max[b] = high  # inner blocks are not told apart
+    low, high, count, goal = _narrow(inner, inner_weights, inner_max, low, high, count, goal, by_weight, FEW)
+    if count > FEW:
+        return high, _ties(high, goal, by_weight)
+    few = inner_weights
+    _gather(inner, inner_max, low, high, few)
+    _sort_descending(few[:count])
+    return _walk(few[:count], low, goal, by_weight)
+
+
+@kernel
+def _narrow(
+    scaled: Float32,
+    weights: Float32,
+    block_max: Float32,
+    low: float,
+    high: float,
+    count: int,
+    goal: int,
+    by_weight: bool,
+    enough: int,
+) -> tuple[float, float, int, int]:
+    """(low, high, count, goal): halve low < scaled <= high, which holds `count` candidates and the last one needed.
+
+    Ends when at most `enough` are left in it, or one value. `goal` is what they must reach beside those above `high`.
+    """
+    high_count, high_measure = 0, 0
     step = 0
-    while low_count - high_count > FEW:
-        if _key(high) - _key(low) <= 1:
-            return high, _ties(high, goal - high_measure, by_weight)
-        if step < _BY_VALUE:
-            middle = (low + high) * _HALF
-        else:
+    while count > enough and _key(high) - _key(low) > 1:
+        middle = (low + high) * _HALF
+        if step >= _BY_VALUE:
             middle = _from_key(np.int32((np.int64(_key(low)) + np.int64(_key(high))) >> 1))
         step += 1
-        count, weight = _above(scaled, weights, block_max, middle)
-        measure = weight if by_weight else count
+        above, weight = _above(scaled, weights, block_max, middle)
+        measure = weight if by_weight else above
         if measure >= goal:
-            low, low_count = middle, count
+            low, count = middle, above - high_count
         else:
-            high, high_count, high_measure = middle, count, measure
-    size = _gather(scaled, block_max, low, high, few)
-    return _walk(few[:size], low, goal - high_measure, by_weight)
+            high, count = middle, count - (above - high_count)
+            high_count, high_measure = above, measure
+    return low, high, count, goal - high_measure
 
 
 @kernel
@@ -197,22 +234,26 @@ def _ties(value: float, goal: int, by_weight: bool) -> int:
 
 
 @kernel
-def _gather(scaled: Float32, block_max: Float32, low: float, high: float, few: Float32) -> int:
-    """Write the values low < scaled <= high to `few`, largest first, and return how many there are."""
+def _gather(scaled: Float32, block_max: Float32, low: float, high: float, kept: Float32) -> None:
+    """Write the values low < scaled <= high to `kept`, which must have room for one more."""
     size = 0
     for b in range(len(block_max)):
         if block_max[b] > low:
-            start = b * BLOCK
-            for i in range(start, min(start + BLOCK, len(scaled))):
-                x = scaled[i]
-                if x > low and x <= high:
-                    place = size
-                    while place > 0 and few[place - 1] < x:
-                        few[place] = few[place - 1]
-                        place -= 1
-                    few[place] = x
-                    size += 1
-    return size
+            x = scaled[b * BLOCK : (b + 1) * BLOCK]
+            for i in range(len(x)):  # no branch: which values are kept cannot be foreseen
+                kept[size] = x[i]
+                size += np.int64(x[i] > low) & np.int64(x[i] <= high)
+
+
+@kernel
+def _sort_descending(values: Float32) -> None:
+    """Sort a few values in place."""
+    for i in range(1, len(values)):
+        value, place = values[i], i
+        while place > 0 and values[place - 1] < value:
+            values[place] = values[place - 1]
+            place -= 1
+        values[place] = value
 
 
 @kernel
@@ -233,25 +274,36 @@ def _walk(values: Float32, floor: float, goal: int, by_weight: bool) -> tuple[fl
 
 @kernel
 def keep(
-    scaled: Float32, weights: Float32, block_max: Float32, top_k: int, top_p: float, min_p: float, few: Float32
+    scaled: Float32, weights: Float32, block_max: Float32, top_k: int, top_p: float, min_p: float, spare: Float32
 ) -> tuple[float, int]:
     """(threshold, ties) of what top-k, top-p and min-p leave: all above `threshold`, the first `ties` equal to it."""
     threshold, ties = _NO_WEIGHT, 0
-    count, total = _above(scaled, weights, block_max, threshold)
-    if 0 < top_k < count:
-        threshold, ties = _search(scaled, weights, block_max, threshold, count, top_k, False, few)
-        count, total = _above(scaled, weights, block_max, threshold)
-    tied_weight = ties * _integer_weight(threshold)
-    if top_p < _ONE:
-        goal = max(1, np.int64(math.ceil(np.float64(top_p) * np.float64(total + tied_weight))))
-        if total >= goal:
-            threshold, ties = _search(scaled, weights, block_max, threshold, count, goal, True, few)
-        else:
-            ties = _ties(threshold, goal - total, True)
+    if top_k > 0 or top_p < _ONE:
+        threshold, ties = _keep_best(scaled, weights, block_max, top_k, top_p, spare)
     if min_p > _ZERO:
         floor = np.float32(math.log(min_p))
         if floor > threshold:
             threshold, ties = _from_key(np.int32(_key(floor) - 1)), 0
+    return threshold, ties
+
+
+@kernel
+def _keep_best(
+    scaled: Float32, weights: Float32, block_max: Float32, top_k: int, top_p: float, spare: Float32
+) -> tuple[float, int]:
+    """`keep` for top-k, and top-p of what it leaves."""
+    threshold, ties = _NO_WEIGHT, 0
+    count, total = _above(scaled, weights, block_max, threshold)
+    if 0 < top_k < count:
+        threshold, ties = _search(scaled, weights, block_max, threshold, count, top_k, False, spare)
+        count, total = _above(scaled, weights, block_max, threshold)
+    if top_p < _ONE:
+        everything = total + ties * _integer_weight(threshold)
+        goal = max(1, np.int64(math.ceil(np.float64(top_p) * np.float64(everything))))
+        if total >= goal:
+            threshold, ties = _search(scaled, weights, block_max, threshold, count, goal, True, spare)
+        else:
+            ties = _ties(threshold, goal - total, True)
     return threshold, ties
 
 

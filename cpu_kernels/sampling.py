@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .candidates import BLOCK, FEW, Float32, find, keep, log_total, peak, scale
+from .candidates import BLOCK, Float32, find, keep, log_total, peak, scale, spare_floats
 from .jit import entry_point, kernel
 from .philox import draw_u64, scale_u64
 
@@ -73,7 +73,7 @@ class SampledArrays(NamedTuple):
 def scratch_floats(vocab_size: int) -> int:
     """float32 entries of scratch that `sample_row` needs: a multiple of 16, so that threads share no cache line."""
     blocks = -(-vocab_size // BLOCK)
-    return -(-(2 * vocab_size + blocks + FEW) // 16) * 16
+    return -(-(2 * vocab_size + blocks + spare_floats(vocab_size)) // 16) * 16
 
 
 @kernel
@@ -125,11 +125,12 @@ def _is_plain(r: int, params: SamplingArrays) -> bool:
 
 
 @kernel
-def _choose(logits: Float32, best: int, r: int, params: SamplingArrays, block_max: Float32, scratch: Float32) -> int:
+def _choose(
+    logits: Float32, best: int, r: int, params: SamplingArrays, block_max: Float32, spare: Float32, scratch: Float32
+) -> int:
     """The sampled token of row r, whose first maximum is at `best`; -1 where nothing may be chosen."""
     vocab_size = len(logits)
     scaled, weights = scratch[:vocab_size], scratch[vocab_size : 2 * vocab_size]
-    few = scratch[2 * vocab_size : 2 * vocab_size + FEW]
     source = logits
     if not _is_plain(r, params):
         if not _process(logits, r, params, scaled):
@@ -140,7 +141,7 @@ def _choose(logits: Float32, best: int, r: int, params: SamplingArrays, block_ma
     if best < 0 or temperature == _ZERO:
         return best
     scale(source, source[best], temperature, scaled, weights, block_max)
-    threshold, ties = keep(scaled, weights, block_max, params.top_k[r], params.top_p[r], params.min_p[r], few)
+    threshold, ties = keep(scaled, weights, block_max, params.top_k[r], params.top_p[r], params.min_p[r], spare)
     _, total = find(scaled, weights, block_max, threshold, ties, _NEVER)
     point = scale_u64(draw_u64(params.seeds[r], params.counters[r]), total)
     token, _ = find(scaled, weights, block_max, threshold, ties, point)
@@ -180,20 +181,19 @@ def sample_row(logits: Float32, r: int, params: SamplingArrays, sampled: Sampled
         sampled.top_tokens[r, i], sampled.top_logprobs[r, i] = -1, _ZERO
     sampled.numeric_errors[r] = True
 
-    few = scratch[2 * vocab_size : 2 * vocab_size + FEW]
-    blocks = -(-vocab_size // BLOCK)
-    block_max = scratch[2 * vocab_size + FEW : 2 * vocab_size + FEW + blocks]
+    blocks_end = 2 * vocab_size + -(-vocab_size // BLOCK)
+    block_max, spare = scratch[2 * vocab_size : blocks_end], scratch[blocks_end:]
     best, usable = peak(logits, block_max)
     if not usable:
         return
-    maximum, normalizer = np.float64(logits[best]), log_total(logits, logits[best], few)
+    maximum, normalizer = np.float64(logits[best]), log_total(logits, logits[best], spare)
     num_best = max(0, min(params.num_logprobs[r], sampled.top_tokens.shape[1]))
     best_tokens, best_values = sampled.top_tokens[r, :num_best], sampled.top_logprobs[r, :num_best]
     num_best = _best(logits, block_max, best_tokens, best_values)
 
     token = params.targets[r]
     if token < 0:
-        token = _choose(logits, best, r, params, block_max, scratch)
+        token = _choose(logits, best, r, params, block_max, spare, scratch)
     if not 0 <= token < vocab_size:
         for i in range(num_best):
             best_tokens[i], best_values[i] = -1, _ZERO
