@@ -14,8 +14,8 @@ from .jit import device_function, types
 class Element:
     """One format. Arrays of 16-bit formats are uint16 to Numba; two of them share a uint32 register.
 
-    `widen(stored) -> float32`, `narrow(float32) -> stored`; `load4(pointer, index)` and
-    `store4(pointer, index, a, b, c, d)` move four neighbours as float32, index a multiple of 4.
+    `widen(stored) -> float32`, `narrow(float32) -> stored`; `load4(pointer, index)`, `store2(pointer, index, a, b)` and
+    `store4(pointer, index, a, b, c, d)` move neighbours as float32, index a multiple of their number.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Element:
     widen: Callable[..., Any]
     narrow: Callable[..., Any]
     load4: Callable[..., Any]
+    store2: Callable[..., Any]
     store4: Callable[..., Any]
 
 
@@ -75,13 +76,26 @@ def _packed(
         return low(ab), high(ab), low(cd), high(cd)
 
     @device_function
+    def store2(pointer: Any, index: Any, a: Any, b: Any) -> None:
+        intrinsics.store_u32(pointer, index, pack(a, b))
+
+    @device_function
     def store4(pointer: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> None:
         intrinsics.store_u32x2(pointer, index, pack(a, b), pack(c, d))
 
-    return PackedElement(name, 2, types.uint16, low, narrow, load4, store4, pack, low, high, mma)
+    return PackedElement(name, 2, types.uint16, low, narrow, load4, store2, store4, pack, low, high, mma)
 
 
-FLOAT32 = Element("float32", 4, types.float32, _same, _same, intrinsics.load_f32x4, intrinsics.store_f32x4)
+FLOAT32 = Element(
+    "float32",
+    4,
+    types.float32,
+    _same,
+    _same,
+    intrinsics.load_f32x4,
+    intrinsics.store_f32x2,
+    intrinsics.store_f32x4,
+)
 BFLOAT16 = _packed("bfloat16", intrinsics.pack_bf16, _bf16_low, _bf16_high, intrinsics.mma_bf16)
 FLOAT16 = _packed("float16", intrinsics.pack_f16, _f16_low, _f16_high, intrinsics.mma_f16)
 

@@ -100,6 +100,12 @@ def load_f32x4(typingctx: Any, pointer: Any, index: Any) -> _Lowering:
 
 
 @instruction
+def load_f32x2(typingctx: Any, pointer: Any, index: Any) -> _Lowering:
+    """Two float32 from element `index` on: `ld.global.v2.f32`. 8-byte aligned; the kernel may write there too."""
+    return _assembly("ld.global.v2.f32 {$0, $1}, [$2];", types.UniTuple(_F32, 2), pointer, effects=True)
+
+
+@instruction
 def store_u32x4(typingctx: Any, pointer: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> _Lowering:
     """16 bytes to element `index` and on: `st.global.v4.u32`. 16-byte aligned."""
     return _assembly(
@@ -111,6 +117,18 @@ def store_u32x4(typingctx: Any, pointer: Any, index: Any, a: Any, b: Any, c: Any
 def store_u32x2(typingctx: Any, pointer: Any, index: Any, a: Any, b: Any) -> _Lowering:
     """8 bytes to element `index` and on: `st.global.v2.u32`. 8-byte aligned."""
     return _assembly("st.global.v2.u32 [$0], {$1, $2};", types.void, pointer, _U32, _U32, effects=True)
+
+
+@instruction
+def store_u32(typingctx: Any, pointer: Any, index: Any, a: Any) -> _Lowering:
+    """4 bytes to element `index` and on: `st.global.u32`. 4-byte aligned."""
+    return _assembly("st.global.u32 [$0], $1;", types.void, pointer, _U32, effects=True)
+
+
+@instruction
+def store_f32x2(typingctx: Any, pointer: Any, index: Any, a: Any, b: Any) -> _Lowering:
+    """Two float32 to element `index` and on: `st.global.v2.f32`. 8-byte aligned."""
+    return _assembly("st.global.v2.f32 [$0], {$1, $2};", types.void, pointer, _F32, _F32, effects=True)
 
 
 @instruction

@@ -1,0 +1,81 @@
+"""Ragged batches over a paged pool for the attention kernels, with the traps that a real pool has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support import cuda_twins
+from tests.support.cuda_rooms import layout
+from tests.support.cuda_twins import stored, values
+
+Array = NDArray[Any]
+
+
+@dataclass
+class Batch:
+    """A step's attention input. Blocks are shuffled, the first may be shared; everything nobody may read is NaN."""
+
+    shape: layout.AttentionShape
+    qkv: Array  # (T, qkv_width) float32
+    pool: Array  # (num_blocks, 2, num_kv_heads, block_size, head_dim) stored
+    block_tables: Array  # (S, max_blocks) int32
+    positions: Array  # (T,) int32
+    sequences: Array  # (T,) int32
+    query_start: Array  # (S + 1,) int32
+    seq_lens: Array  # (S,) int32
+
+    def expected(self, window: int = 0) -> Array:
+        """(T, num_heads * head_dim) float64 by the twin."""
+        shape = self.shape
+        pool = values(self.pool, shape.kv)
+        out = []
+        for row in range(len(self.positions)):
+            last = int(self.positions[row])
+            tokens = np.arange(max(0, last - window + 1) if window else 0, last + 1)
+            blocks = self.block_tables[self.sequences[row], tokens // shape.block_size]
+            keys, value = (pool[blocks, i, :, tokens % shape.block_size] for i in range(2))
+            query = self.qkv[row, : shape.num_heads * shape.head_dim].reshape(shape.num_heads, shape.head_dim)
+            out.append(cuda_twins.attention(query, keys, value, shape.head_dim**-0.5).ravel())
+        return np.stack(out)
+
+
+def make_batch(
+    shape: layout.AttentionShape, lens: list[int], counts: list[int] | None = None, *, shared: int = 0, seed: int = 0
+) -> Batch:
+    """Sequences of `lens` tokens whose last `counts` (default 1) are this step's rows; all begin with the same `shared`
+    tokens in the same blocks (a multiple of block_size)."""
+    random = np.random.default_rng(seed)
+    counts = counts or [1] * len(lens)
+    size = shape.block_size
+    own = [-(-length // size) - shared // size for length in lens]
+    num_blocks = shared // size + sum(own) + 2
+    ids = random.permutation(num_blocks)
+    tables = np.full((len(lens), max(-(-length // size) for length in lens)), -(2**30), np.int32)
+    contents = np.full((num_blocks, 2, shape.num_kv_heads, size, shape.head_dim), np.nan)
+    used = shared // size
+    for s, length in enumerate(lens):
+        blocks = np.concatenate([ids[: shared // size], ids[used : used + own[s]]])
+        used += own[s]
+        tables[s, : len(blocks)] = blocks
+        tokens = np.arange(length)
+        fresh = random.normal(0, 1, (length, 2, shape.num_kv_heads, shape.head_dim))
+        contents[blocks[tokens // size], :, :, tokens % size] = fresh
+    query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts, strict=True)]).astype(np.int32)
+    qkv = random.normal(0, 1, (len(positions), shape.qkv_width)).astype(np.float32)
+    q_width = shape.num_heads * shape.head_dim
+    qkv[:, :q_width] = values(stored(qkv[:, :q_width], shape.kv), shape.kv)
+    return Batch(
+        shape,
+        qkv,
+        stored(contents, shape.kv),
+        tables,
+        positions,
+        np.repeat(np.arange(len(lens)), counts).astype(np.int32),
+        query_start,
+        np.array(lens, np.int32),
+    )
