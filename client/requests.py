@@ -91,6 +91,10 @@ class Options:
     want_text: bool = True
     window: int | None = DEFAULT_WINDOW  # None: everything may come at once
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise InvalidArgument("must be at least 1 token, or None for no limit", field="window")
+
 
 def make_submit(limits: ServerLimits, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
     """The message that starts a request. Raises InvalidArgument, or TooLong naming max_model_len."""

@@ -7,7 +7,10 @@ unread behind.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import time
+import weakref
 
 import zmq
 
@@ -33,6 +36,7 @@ class Transport:
         self._dealer.setsockopt(zmq.LINGER, 0)
         self._dealer.setsockopt(zmq.RCVHWM, 0)  # credit bounds what can be on its way
         self._dealer.setsockopt(zmq.MAXMSGSIZE, CLIENT_LIMITS.max_message_bytes)
+        self._close = weakref.finalize(self, _close_all, os.getpid(), self._lifeline, self._dealer, self._context)
         self._dealer.connect(address.endpoint)
         after_fork_in_child(self._abandon_after_fork)
         self.filenos: tuple[int, int] = (int(self._dealer.getsockopt(zmq.FD)), self._lifeline.fileno())
@@ -93,16 +97,22 @@ class Transport:
 
     def close(self, core: Core | None = None) -> None:
         """Close both, first trying for a moment to send what `core` still has to say. Idempotent."""
-        linger_ms = 0
-        if core is not None and core.outbox:
+        if core is not None and core.outbox and self._close.alive:
             with contextlib.suppress(KVPoolError, zmq.ZMQError):
                 self._flush(core)
-                linger_ms = GOODBYE_LINGER_MS
-        self._lifeline.close()
-        self._dealer.close(linger=linger_ms)
-        self._context.term()
+                self._dealer.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
+        self._close()
 
     def _abandon_after_fork(self) -> None:
-        """In a child process: let go of the parent's lifeline, so that the parent's death is still seen. ZeroMQ's
-        sockets cannot be closed here; pyzmq leaves those of another process alone."""
+        """In a child process: let go of the parent's lifeline, so that the parent's death is still seen."""
         self._lifeline.close()
+
+
+def _close_all(
+    pid: int, lifeline: socket.socket, dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Also when a transport is garbage-collected: a context that went first would wait for its socket for ever."""
+    lifeline.close()
+    if os.getpid() == pid:  # ZeroMQ's sockets are not a forked child's to close
+        dealer.close()
+        context.term()

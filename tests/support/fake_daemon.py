@@ -1,6 +1,6 @@
 """A daemon without an engine: the real sockets, and answers that a test writes.
 
-It runs in a thread, or with `python fake_daemon.py PATH` as a process of its own that a test can kill. A script is a
+It runs in a thread, or (`start_process`) in a process of its own that a test can kill. A script is a
 function called with each message of a client; what it does through `Peer` goes to that client.
 """
 
@@ -10,9 +10,10 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class FakeDaemon:
         self._arrived = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stop = False
+        self._lifelines: dict[int, tuple[socket.socket, FrameReader]] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
 
     def __enter__(self) -> FakeDaemon:
@@ -130,13 +132,18 @@ class FakeDaemon:
     def wait_for_type(self, kind: type[Any]) -> Any:
         return self.wait_for(lambda messages: next((m for m in messages if isinstance(m, kind)), None))
 
+    def wait_for_hang_up(self, timeout_s: float = 5.0) -> None:
+        """Block until no client holds a lifeline."""
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: not self._lifelines, timeout_s):
+                raise AssertionError(f"{len(self._lifelines)} lifelines still open")
+
     def do(self, action: Callable[[Peer], None]) -> None:
         """Let the daemon's thread call `action` with its newest client."""
         self._commands.append(lambda: action(list(self.peers.values())[-1]))
         os.eventfd_write(self._wake_fd, 1)
 
     def run(self) -> None:
-        self._lifelines: dict[int, tuple[socket.socket, FrameReader]] = {}
         poller = zmq.Poller()
         for source in (self.router, self._listener.fileno(), self._wake_fd):
             poller.register(source, zmq.POLLIN)
@@ -171,7 +178,9 @@ class FakeDaemon:
                 connection.sendall(encode_frame(FrameKind.REFUSED, b"unknown token"))
         if not data:
             connection.close()
-            del self._lifelines[fd]
+            with self._arrived:
+                del self._lifelines[fd]
+                self._arrived.notify_all()
         return bool(data)
 
     def _read_message(self) -> None:
@@ -227,12 +236,18 @@ def trickle(peer: Peer, message: ClientMessage) -> None:
         peer.tokens(message.request_id, 0, [7])
 
 
-def main() -> None:
-    daemon = FakeDaemon(Path(sys.argv[1]), {"silent": silent, "trickle": trickle, "count_up": count_up}[sys.argv[2]])
-    daemon.open()
-    print("ready", flush=True)
-    daemon.run()
+def start_process(path: Path, script: Script) -> ForkProcess:
+    """A daemon in a process of its own, ready, to be killed by the caller."""
+    multiprocessing = get_context("fork")
+    ready = multiprocessing.Event()
 
+    def serve() -> None:
+        daemon = FakeDaemon(path, script)
+        daemon.open()
+        ready.set()
+        daemon.run()
 
-if __name__ == "__main__":
-    main()
+    process = multiprocessing.Process(target=serve, daemon=True)
+    process.start()
+    assert ready.wait(10)
+    return process
