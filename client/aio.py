@@ -103,10 +103,10 @@ class AsyncClient:
         """As `Client.chat`."""
         return await self.generate(messages, params, **options)
 
-    async def follow(self, request_id: str, n: int = 1, *, window: int | None = DEFAULT_WINDOW) -> AsyncStream:
+    async def follow(self, request_id: str, *, window: int | None = DEFAULT_WINDOW) -> AsyncStream:
         """As `Client.follow`."""
         await self._connection.connect()
-        state = self._connection.core.attach(request_id, n, window)
+        state = self._connection.core.attach(request_id, window)
         self._connection.flush()
         return AsyncStream(self._connection, state, self._stream_timeout_s)
 

@@ -111,12 +111,12 @@ class Client:
         """`generate` for the turns of a conversation, `{"role": ..., "content": ...}` each."""
         return self.generate(messages, params, **options)
 
-    def follow(self, request_id: str, n: int = 1, *, window: int | None = DEFAULT_WINDOW) -> Stream:
+    def follow(self, request_id: str, *, window: int | None = DEFAULT_WINDOW) -> Stream:
         """Go on with a request that another process of this user (or an earlier connection) started, from its first
         token. Raises NotFound through the stream when there is no such request."""
         self._connection.connect()
         with self._connection.using() as core:
-            state = core.attach(request_id, n, window)
+            state = core.attach(request_id, window)
         return Stream(self._connection, state, self._stream_timeout_s)
 
     # ---- calls

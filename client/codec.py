@@ -27,7 +27,7 @@ class CodecLimits:
     max_map_items: int
 
 
-DAEMON_LIMITS = CodecLimits(max_message_bytes=16 * 2**20, max_array_items=4096, max_map_items=1024)
+DAEMON_LIMITS = CodecLimits(max_message_bytes=4 * 2**20, max_array_items=4096, max_map_items=1024)
 """What the daemon reads from anybody. Prompts of more than 4096 tokens therefore come packed."""
 
 CLIENT_LIMITS = CodecLimits(max_message_bytes=2**30, max_array_items=2**20, max_map_items=2**16)

@@ -150,11 +150,11 @@ class Core:
         self._streams[message.request_id] = stream
         return stream
 
-    def attach(self, request_id: str, num_samples: int, window: int | None, linger_s: float = 0.0) -> StreamState:
+    def attach(self, request_id: str, window: int | None) -> StreamState:
         """Follow a request that another process of this user started."""
         if request_id in self._streams:
             raise InvalidArgument(f"{request_id!r} is followed already", field="request_id")
-        stream = StreamState(request_id, num_samples, window, linger_s)
+        stream = StreamState(request_id, 1, window)  # Accepted tells of more samples
         self._send(stream.attach())
         self._streams[request_id] = stream
         return stream
@@ -264,8 +264,10 @@ class Core:
             pending = self._calls.pop(message.call_id, None)
             if pending is not None:
                 pending.settle(error=error)
-        else:
+        elif self.state is State.GREETING:
             raise error
+        else:
+            raise ConnectionLost(f"the daemon has ended the session: {error}")
 
     def _dispatch(self, message: DaemonMessage) -> None:
         if isinstance(message, Tokens):
@@ -283,7 +285,11 @@ class Core:
             stream = self._streams.get(message.request_id)
             if stream is not None:
                 stream.notice(message)
-        elif not isinstance(message, Accepted):
+        elif isinstance(message, Accepted):
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.accept(message.num_samples)
+        else:
             raise ProtocolError(f"{type(message).__name__} came out of turn")
 
     def _finished(self, message: Finished) -> None:

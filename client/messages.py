@@ -303,10 +303,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request is queued (or attached): one Finished per sample will follow."""
+    """The request is queued (or attached): one Finished for each of its samples will follow."""
 
     epoch: Epoch
     request_id: RequestId
+    num_samples: Annotated[int, Integer(1, MAX_SAMPLES)] = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class StreamState:
 
     # ---- what arrives
 
+    def accept(self, num_samples: int) -> None:
+        """The daemon says how many samples there are: news for who follows a request that somebody else started."""
+        self._samples += [_SampleState() for _ in range(num_samples - len(self._samples))]
+
     def push(self, batch: TokenBatch) -> None:
         """Take new tokens in. Tokens that are here already (sent again after Attach) are skipped. Raises ProtocolError
         for a gap, for lists of different lengths and for a sample that was not asked for."""

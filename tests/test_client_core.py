@@ -423,8 +423,19 @@ def test_closing_says_why(core: Core, reason: str, error: type[KVPoolError]) -> 
 
 
 def test_a_failure_of_nothing_in_particular_ends_the_connection(core: Core) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(ConnectionLost, match="not MessagePack"):
         arrive(core, Failed(1, "invalid_argument", "not MessagePack"))
+
+
+def test_who_follows_learns_how_many_samples_there_are(core: Core) -> None:
+    stream = core.attach("r", window=8)
+    assert said(core) == [Attach("r", (0,), 8)]
+    arrive(core, Accepted(1, "r", 2))
+    tokens(core, 0, 1, sample=1)
+    assert core.read(stream).sample == 1
+    for sample in range(2):
+        arrive(core, Finished(1, "r", sample, "stop", Usage()))
+    assert len(stream.result().outputs) == 2
 
 
 def test_a_lingering_request_goes_on_in_the_next_session(core: Core) -> None:

@@ -478,7 +478,7 @@ def test_a_failure_without_an_address_ends_the_session(path: Path) -> None:
         stream = pool.submit("x")
         next(stream)
         daemon.do(lambda peer: peer.send(Failed(peer.epoch, "invalid_argument", "no such message")))
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(ConnectionLost, match="no such message"):
             stream.result()
 
 

@@ -82,7 +82,7 @@ SAMPLES: dict[str, Any] = {
         bytes(range(32)),
         "0.1.0",
     ),
-    "accepted": Accepted(EPOCH, "r1"),
+    "accepted": Accepted(EPOCH, "r1", 2),
     "tokens": Tokens(
         EPOCH,
         (
