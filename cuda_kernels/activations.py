@@ -12,9 +12,9 @@ Grid (ceil(width / 1024), num_rows), 256 threads, four neighbours a thread.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, Kernel, build, pointer
 from .elements import ELEMENTS
 from .intrinsics import exp2, load_f32x4
@@ -42,7 +42,7 @@ def _gelu_tanh(x: Any) -> Any:
 ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
-@cache
+@kernel_factory
 def gated_activation(kind: str, out: str = "float32") -> Kernel:
     """Kernel for activation `kind` that writes format `out`."""
     act = ACTIVATIONS[kind]

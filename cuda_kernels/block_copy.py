@@ -13,9 +13,9 @@ Grid (ceil(piece / 512), num_copies, num_layers), 128 threads, four 16-byte word
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import INT32, INT64, Kernel, build, pointer
 from .intrinsics import load_u32x4, store_u32x4
 from .jit import cuda, types
@@ -25,7 +25,7 @@ WORDS_PER_THREAD = 4
 WORDS_PER_BLOCK = THREADS * WORDS_PER_THREAD
 
 
-@cache
+@kernel_factory
 def copy_blocks() -> Kernel:
     """The kernel; a word is four uint32, so strides are multiplied by 4 to index."""
 

@@ -9,9 +9,9 @@ Grid (ceil(width / 512), num_rows), 128 threads, four neighbours a thread.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, Kernel, build, pointer
 from .elements import ELEMENTS
 from .intrinsics import store_f32x4
@@ -20,7 +20,7 @@ from .jit import cuda, types
 THREADS = 128
 
 
-@cache
+@kernel_factory
 def gather_rows(table: str = "float32") -> Kernel:
     """Kernel for a table of format `table`."""
     load_table = ELEMENTS[table].load4

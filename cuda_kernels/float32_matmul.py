@@ -11,9 +11,9 @@ every 128, then the lanes are added by halves: the order depends on K alone.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, WARP, Kernel, build, pointer
 from .intrinsics import load_f32x4
 from .jit import cuda, types
@@ -24,7 +24,7 @@ OUTPUTS_PER_BLOCK = THREADS // WARP
 ROWS_PER_BLOCK = 8
 
 
-@cache
+@kernel_factory
 def float32_matmul() -> Kernel:
     """The kernel."""
 

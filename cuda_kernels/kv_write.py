@@ -17,9 +17,9 @@ Grid (ceil(heads / 4), num_rows), heads = num_heads + 2 num_kv_heads: one warp a
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, INT64, WARP, Kernel, build, pointer
 from .elements import ELEMENTS
 from .intrinsics import rsqrt
@@ -33,7 +33,7 @@ HEADS_PER_BLOCK = THREADS // WARP
 _i64, _f32 = types.int64, types.float32
 
 
-@cache
+@kernel_factory
 def kv_write(shape: AttentionShape, rotary_dim: int, qk_norm: bool) -> Kernel:
     """Kernel for one attention shape; the first `rotary_dim` numbers of a head are rotated."""
     head_dim, block_size, num_heads, num_kv_heads = (

@@ -11,9 +11,9 @@ the order depends on the width alone.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, WARP, Kernel, build, pointer
 from .elements import ELEMENTS
 from .intrinsics import load_f32x4, rsqrt
@@ -23,7 +23,7 @@ from .reductions import block_sum
 THREADS = 256
 
 
-@cache
+@kernel_factory
 def rms_norm(out: str = "float32", accumulate: bool = False) -> Kernel:
     """Kernel that writes format `out`, or adds to it."""
     load_out, store_out = ELEMENTS[out].load4, ELEMENTS[out].store4

@@ -34,9 +34,9 @@ so nothing passes through shared memory until the four warps' sums are merged, i
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, Kernel, build, pointer
 from .elements import ELEMENTS, PACKED
 from .intrinsics import exp2, load_f32x4, load_u32x4, log2, permute_bytes, transpose_8x8
@@ -78,7 +78,7 @@ def max_columns(shape: AttentionShape) -> int:
     return 1 if shape.head_dim > 128 else 2
 
 
-@cache
+@kernel_factory
 def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
     """Kernel for tiles of `columns` times 8 query rows; `shape.kv` is bfloat16 or float16, `out` any format."""
     packed = PACKED[shape.kv]
@@ -348,7 +348,7 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
     return build(paged_decode, arguments, name="paged_decode", threads=THREADS, registers=255)
 
 
-@cache
+@kernel_factory
 def combine(shape: AttentionShape, out: str) -> Kernel:
     """Kernel that joins a row's parts: out = sum_s 2^(lse_s - M) part_s / sum_s 2^(lse_s - M), M the largest lse.
 

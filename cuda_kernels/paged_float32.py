@@ -15,9 +15,9 @@ the stretch's values token after token.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, WARP, Kernel, build, pointer
 from .intrinsics import exp2, load_f32x4
 from .jit import cuda, types
@@ -31,7 +31,7 @@ _i32, _i64, _f32 = types.int32, types.int64, types.float32
 _NEVER = -math.inf
 
 
-@cache
+@kernel_factory
 def paged_float32(shape: AttentionShape) -> Kernel:
     """Kernel for one attention shape."""
     head_dim, block_size, num_heads, num_kv_heads = (

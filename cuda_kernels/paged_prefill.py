@@ -23,9 +23,9 @@ P straight from the accumulators of S, O += P V with V by `ldmatrix.trans`. Rows
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, Kernel, build, pointer
 from .elements import ELEMENTS, PACKED
 from .intrinsics import (
@@ -69,7 +69,7 @@ def rows_per_tile(shape: AttentionShape) -> int:
     return 16 * WARPS * depth(shape) // -(-shape.queries_per_kv_head // head_chunks(shape))
 
 
-@cache
+@kernel_factory
 def paged_prefill(shape: AttentionShape, out: str) -> Kernel:
     """Kernel for one attention shape (head_dim a multiple of 16); `shape.kv` is bfloat16 or float16."""
     if shape.head_dim % 16:

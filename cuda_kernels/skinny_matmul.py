@@ -17,9 +17,9 @@ Grid (ceil(N / (16 outputs)), ceil(T / (8 columns))), 256 threads.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, Kernel, build, pointer
 from .elements import PACKED
 from .intrinsics import load_u32x4
@@ -40,7 +40,7 @@ def tile(num_rows: int) -> tuple[int, int]:
     return (2 if columns >= 4 else 1), columns
 
 
-@cache
+@kernel_factory
 def skinny_matmul(element: str, outputs: int, columns: int) -> Kernel:
     """Kernel for weights and x of format `element`; tile from `tile`."""
     packed = PACKED[element]

@@ -1,4 +1,9 @@
-"""The CUDA kernels, for tests: a file that imports them from here is skipped where numba-cuda is not installed."""
+"""The CUDA kernels, for tests: a file that imports them from here is skipped where numba-cuda is not installed.
+
+Compiled kernels are kept beside pytest's own cache, so that only the first run of a version pays for compiling.
+"""
+
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +12,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (pip insta
 from kvpool.cuda_kernels import (
     activations,
     block_copy,
+    cache,
     compiler,
     embedding,
     float32_matmul,
@@ -20,9 +26,12 @@ from kvpool.cuda_kernels import (
     tiles,
 )
 
+cache.use_folder(Path(__file__).resolve().parents[2] / ".pytest_cache" / "cuda_kernels")
+
 __all__ = [
     "activations",
     "block_copy",
+    "cache",
     "compiler",
     "embedding",
     "float32_matmul",
