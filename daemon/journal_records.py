@@ -1,0 +1,197 @@
+"""What a journal says: four kinds of events, their bytes, and the requests that a history of them leaves alive.
+
+An event is one MessagePack array, kind first. Tokens are kept without their text, which the tokenizer makes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgpack
+
+from ..client.codec import decode_client_message, decode_daemon_message, encode
+from ..client.errors import KVPoolError
+from ..client.protocol import Finished, Submit, TokenBatch
+
+
+class JournalDamaged(Exception):
+    """Bytes that no journal of this version holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """A request was taken. `submit` has its prompt as token ids, whatever the caller sent."""
+
+    key: int  # names the request in the other events
+    uid: int
+    submit: Submit
+    num_samples: int
+    seed: int  # the drawn one, where the caller gave none
+    arrival: float  # monotonic seconds
+    wall: float  # the same moment by the wall clock, for a journal that outlives a boot
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Tokens were given out; `logprobs` and `top_logprobs` are empty or as long as `token_ids`."""
+
+    key: int
+    sample: int
+    index: int  # of token_ids[0]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+    @classmethod
+    def of(cls, key: int, batch: TokenBatch) -> Generate:
+        return cls(key, batch.sample, batch.index, batch.token_ids, batch.logprobs, batch.top_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A sample has had its last message."""
+
+    key: int
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Nobody can ask for the request any more."""
+
+    key: int
+
+
+Event = Accept | Generate | End | Forget
+
+ACCEPT, GENERATE, END, FORGET = range(4)
+
+
+def pack(event: Event) -> bytes:
+    """The bytes of one event."""
+    packed: bytes = msgpack.packb(_plain(event))
+    return packed
+
+
+def _plain(event: Event) -> tuple[object, ...]:
+    if isinstance(event, Generate):
+        return (GENERATE, event.key, event.sample, event.index, event.token_ids, event.logprobs, event.top_logprobs)
+    if isinstance(event, Accept):
+        submit = encode(event.submit)
+        return (ACCEPT, event.key, event.uid, submit, event.num_samples, event.seed, event.arrival, event.wall)
+    if isinstance(event, End):
+        return (END, event.key, encode(event.finished))
+    return (FORGET, event.key)
+
+
+def unpack(payload: bytes) -> Iterator[Event]:
+    """The events of a frame. Raises JournalDamaged."""
+    unpacker = msgpack.Unpacker(use_list=False, max_buffer_size=len(payload))
+    unpacker.feed(payload)
+    try:
+        for plain in unpacker:
+            yield _event(plain)
+        complete = unpacker.tell() == len(payload)
+    except (ValueError, TypeError, IndexError, KVPoolError, msgpack.UnpackException) as fault:
+        raise JournalDamaged(f"an event cannot be read: {fault or type(fault).__name__}") from None
+    if not complete:
+        raise JournalDamaged("a frame ends within an event")
+
+
+def _event(plain: tuple[object, ...]) -> Event:
+    kind, *values = plain
+    if kind == GENERATE:
+        return Generate(*values)  # type: ignore[arg-type]  # its checksum says that we wrote it
+    if kind == ACCEPT:
+        key, uid, submit, *rest = values
+        message = decode_client_message(submit)  # type: ignore[arg-type]
+        if not isinstance(message, Submit):
+            raise JournalDamaged("an accepted request is no Submit")
+        return Accept(key, uid, message, *rest)  # type: ignore[arg-type]
+    if kind == END:
+        key, finished = values
+        message = decode_daemon_message(finished)  # type: ignore[assignment,arg-type]
+        if not isinstance(message, Finished):
+            raise JournalDamaged("the end of a sample is no Finished")
+        return End(key, message)  # type: ignore[arg-type]
+    if kind == FORGET:
+        return Forget(*values)  # type: ignore[arg-type]
+    raise JournalDamaged(f"events of kind {kind!r} are unknown")
+
+
+@dataclass(slots=True)
+class KnownSample:
+    """What is known of one sequence of a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+@dataclass(slots=True)
+class KnownRequest:
+    """An accepted request as far as the journal knows it."""
+
+    accept: Accept
+    samples: list[KnownSample]
+
+    @property
+    def done(self) -> bool:
+        return all(sample.finished is not None for sample in self.samples)
+
+    def events(self) -> Iterator[Event]:
+        """The shortest history that leads here."""
+        key = self.accept.key
+        yield self.accept
+        for number, sample in enumerate(self.samples):
+            if sample.token_ids:
+                columns = (sample.token_ids, sample.logprobs, sample.top_logprobs)
+                yield Generate(key, number, 0, *map(tuple, columns))  # type: ignore[arg-type]
+            if sample.finished is not None:
+                yield End(key, sample.finished)
+
+
+class Replay:
+    """Takes events in order; `requests` are those that are alive, in order of acceptance, by key."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, KnownRequest] = {}
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Raises JournalDamaged for an event that does not follow from those before."""
+        for event in events:
+            if isinstance(event, Generate):
+                self._generate(event)
+            elif isinstance(event, Accept):
+                self._accept(event)
+            elif isinstance(event, End):
+                self._end(event)
+            elif self.requests.pop(event.key, None) is None:
+                raise JournalDamaged(f"request {event.key} is forgotten and was never accepted")
+
+    def _accept(self, event: Accept) -> None:
+        if event.key in self.requests:
+            raise JournalDamaged(f"request {event.key} is accepted twice")
+        self.requests[event.key] = KnownRequest(event, [KnownSample() for _ in range(event.num_samples)])
+
+    def _generate(self, event: Generate) -> None:
+        sample = self._sample(event.key, event.sample)
+        if event.index != len(sample.token_ids) or sample.finished is not None:
+            raise JournalDamaged(f"token {event.index} of request {event.key} is out of place")
+        sample.token_ids += event.token_ids
+        sample.logprobs += event.logprobs
+        sample.top_logprobs += event.top_logprobs
+
+    def _end(self, event: End) -> None:
+        sample = self._sample(event.key, event.finished.sample)
+        if sample.finished is not None:
+            raise JournalDamaged(f"a sample of request {event.key} ends twice")
+        sample.finished = event.finished
+
+    def _sample(self, key: int, number: int) -> KnownSample:
+        request = self.requests.get(key)
+        if request is None or not 0 <= number < len(request.samples):
+            raise JournalDamaged(f"sample {number} of request {key} was never accepted")
+        return request.samples[number]
