@@ -149,9 +149,10 @@ class Config:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per row; values are checked later, by the same code that checks the file."""
+    group = parser.add_argument_group("settings")
     for row in options(Config):
         default = row.kind.show(row.default).strip('"') or "none"
-        parser.add_argument(
+        group.add_argument(
             row.flag,
             metavar=row.kind.metavar,
             dest=row.name,

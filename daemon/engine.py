@@ -116,11 +116,10 @@ class Engine:
                 sample.granted += amount
                 self._resume_if_allowed(sample)
 
-    def set_granted(self, request: Request, credit: int | None) -> None:
-        """A new reader: allow `credit` tokens of each sample from what it was given so far; None: all."""
-        for sample in request.samples:
-            sample.granted = None if credit is None else sample.num_sent + credit
-            self._resume_if_allowed(sample)
+    def set_granted(self, sample: Sample, granted: int | None) -> None:
+        """A new reader: `granted` tokens of the sample may be given out in all; None: as many as there are."""
+        sample.granted = granted
+        self._resume_if_allowed(sample)
 
     def hold(self, request: Request, reason: str) -> None:
         """Stop working on a request whose messages cannot be delivered."""

@@ -7,6 +7,7 @@ time; when the lifeline hangs up, the session is over in the same moment.
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import socket
 from collections import deque
@@ -109,15 +110,18 @@ class Sessions:
 
     # Lifelines
 
-    def accept(self, listener: socket.socket, due: float) -> None:
-        """Take every connection that waits. Out of descriptors, the rest go on waiting in the backlog."""
-        with contextlib.suppress(OSError):
-            while True:
+    def accept(self, listener: socket.socket, due: float) -> bool:
+        """Take every connection that waits. False: out of descriptors, the rest go on waiting in the backlog."""
+        while True:
+            try:
                 stream, _ = listener.accept()
-                stream.setblocking(False)
-                lifeline = Lifeline(stream, peer_credentials(stream), due)
-                self._lifelines[stream.fileno()] = lifeline
-                self._watch(stream.fileno())
+            except (BlockingIOError, ConnectionAbortedError):
+                return True
+            except OSError as error:
+                return error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+            stream.setblocking(False)
+            self._lifelines[stream.fileno()] = Lifeline(stream, peer_credentials(stream), due)
+            self._watch(stream.fileno())
 
     def read(self, fd: int) -> Session | None:
         """Take what came on a lifeline; the session that just ended, if one did."""

@@ -1,0 +1,307 @@
+"""kvpoold: puts the daemon together, serves, and takes it apart again. The only place where the parts meet."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import cast
+
+from .. import __version__
+from ..client.errors import InvalidArgument
+from ..client.protocol import ServerLimits
+from ..client.sampling_params import MAX_LOGPROBS, MAX_N
+from ..model.backend import Backend, BackendLimits, Progress
+from ..model.errors import ModelError
+from ..model.loading import LoadedModel, load_model
+from . import config as configuration
+from .block_pool import BlockPool
+from .calls import Calls
+from .clients import Clients
+from .config import Config
+from .endpoint import Endpoint, open_endpoint, socket_path
+from .engine import DeviceLost, Engine
+from .ledger import CPU_AUTO_SHARE, Ledger, plan_memory
+from .logs import start_logging
+from .metrics import Metrics
+from .options import ConfigError
+from .prefix_cache import PrefixCache
+from .reservation import Reservation
+from .scheduler import Scheduler
+from .server import Poller, Server, Signals
+from .service import Manager, inherited_fds
+from .sessions import Sessions
+from .step_runner import StepRunner
+from .text import Text
+from .timers import Timers
+
+log = logging.getLogger("kvpool.daemon")  # __name__ is "__main__" here, and would be nobody's child
+
+MakeBackend = Callable[[Config, LoadedModel, BackendLimits, Progress], Backend]
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+PROGRESS_STEP = 0.1
+
+
+def main(arguments: Sequence[str] | None = None, *, make_backend: MakeBackend | None = None) -> int:
+    """The command line. Returns the exit status. `make_backend` stands in for the device that the settings ask for."""
+    parser = argparse.ArgumentParser(
+        prog="kvpoold",
+        description="Serve one model from one paged KV cache to every process of this machine.",
+        epilog="Each setting can also be KVPOOL_NAME in the environment, or a line of the configuration file. "
+        "Sizes read 2GiB, 512MiB or bytes. SIGTERM drains, SIGHUP reloads.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="configuration file (TOML)")
+    parser.add_argument("--check-config", action="store_true", help="check the settings, and do nothing else")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the settings in force as a configuration file"
+    )
+    parser.add_argument("--version", action="version", version=f"kvpoold {__version__}")
+    configuration.add_flags(parser)
+    flags = vars(parser.parse_args(arguments))
+    file = configuration.find_file(flags.pop("config"), os.environ)
+    only_check, only_print = flags.pop("check_config"), flags.pop("print_config")
+    try:
+        config = configuration.load(flags, os.environ, file)
+        if only_print:
+            print(configuration.show(config), end="")
+        if not only_print and not only_check:
+            serve(
+                config,
+                os.environ,
+                load_again=lambda: configuration.load(flags, os.environ, file),
+                make_backend=make_backend or device_backend,
+            )
+    except (ConfigError, ModelError, MemoryError) as error:
+        print(f"kvpoold: {error}", file=sys.stderr)
+        return EXIT_USAGE if only_check or isinstance(error, ConfigError) else EXIT_FAILED
+    except DeviceLost as error:
+        print(f"kvpoold: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def device_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+    """The device that the settings ask for. Its compiler is imported here: it takes longer than all the rest."""
+    from ..model.cpu_backend import CpuBackend
+
+    if config.device == "cuda":
+        raise ConfigError("device: there is no CUDA back end in this installation; set device to cpu")
+    try:
+        return CpuBackend(
+            model.program,
+            model.checkpoint,
+            limits,
+            dtype=config.dtype,
+            kv_dtype=config.kv_dtype,
+            threads=config.threads or 0,
+            progress=progress,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def serve(
+    config: Config,
+    environ: Mapping[str, str],
+    *,
+    load_again: Callable[[], Config],
+    make_backend: MakeBackend = device_backend,
+) -> None:
+    """Run a daemon until it is told to stop; what it made is gone afterwards, however it ends."""
+    started = time.monotonic()
+    start_logging(config.log_level, config.log_format)
+    signal.signal(signal.SIGTERM, _stop_starting)
+    manager = Manager.from_environment(environ)
+    _raise_descriptor_limit()
+    with ExitStack() as stack:
+        path = socket_path(config.address, environ)
+        endpoint = open_endpoint(config, path, inherited_fds(environ))
+        stack.callback(endpoint.close)
+        model, limits = _load_model(config, manager)
+        backend = make_backend(config, model, limits, _reporter(manager))
+        stack.callback(backend.close)
+        ledger = _allocate(config, limits, backend)
+        server = _assemble(config, model, limits, ledger, backend, endpoint, manager, stack, load_again)
+        log.info("%s", backend.description)
+        log.info("ready after %.1f s: %s on %s", time.monotonic() - started, model.name, path)
+        manager.ready(f"serving {model.name} on {path}")
+        server.run()
+        log.info("stopped")
+
+
+def _assemble(
+    config: Config,
+    model: LoadedModel,
+    limits: BackendLimits,
+    ledger: Ledger,
+    backend: Backend,
+    endpoint: Endpoint,
+    manager: Manager,
+    stack: ExitStack,
+    load_again: Callable[[], Config],
+) -> Server:
+    pool = BlockPool(ledger.num_blocks, config.block_size)
+    identity = [("model", model.model_hash), ("backend", backend.description)]
+    cache = PrefixCache(pool, secret=secrets.token_bytes(32), identity=identity) if config.prefix_cache else None
+    host_blocks = config.host_pool_bytes // backend.block_bytes
+    scheduler = Scheduler(
+        pool,
+        limits=config.scheduler_limits(limits.max_model_len),
+        prefix_cache=cache,
+        reservation=cast(Reservation, config.reservation),  # one of its words: the table of settings checked it
+        host_blocks=host_blocks,
+        window=_window(model),
+    )
+    runner = StepRunner(backend, limits, host_blocks=host_blocks, costs=scheduler.costs)
+    engine = Engine(scheduler, runner, Metrics(time.monotonic()), epoch=secrets.randbits(62))
+    text = Text(
+        model.tokenizer,
+        model.chat_template,
+        vocab_size=model.config.vocab_size,
+        max_model_len=limits.max_model_len,
+    )
+    stack.callback(text.close)
+    poller, timers, signals = Poller(), Timers(), Signals()
+    stack.callback(poller.close)
+    stack.callback(signals.close)
+    sessions = Sessions(poller.watch, poller.unwatch)
+    stack.callback(sessions.hang_up_all)
+    # After what was sent last has left, so that a client reads its end before it sees the lifeline hang up.
+    stack.callback(endpoint.close)
+    reloader = Reloader(config, load_again, limits.max_model_len, scheduler)
+    clients = Clients(
+        config,
+        engine,
+        text,
+        sessions,
+        timers,
+        send=lambda routing_id, data: server.send(routing_id, data),
+        calls=Calls(lambda: server.drain(), lambda: reloader.reload()),
+        limits=ServerLimits(
+            max_message_bytes=config.max_message_bytes,
+            max_model_len=limits.max_model_len,
+            vocab_size=model.config.vocab_size,
+            block_size=config.block_size,
+            num_blocks=pool.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_samples=MAX_N,
+            max_logprobs=MAX_LOGPROBS,
+        ),
+        model_name=model.name,
+        version=__version__,
+    )
+    reloader.clients = clients
+    server = Server(
+        endpoint, engine, clients, sessions, timers, poller, signals, manager, reload=reloader.reload_by_signal
+    )
+    return server
+
+
+class Reloader:
+    """Applies a changed configuration to a running daemon: all of it, or nothing."""
+
+    def __init__(self, config: Config, load: Callable[[], Config], max_model_len: int, scheduler: Scheduler) -> None:
+        self._config = config
+        self._load = load
+        self._max_model_len = max_model_len
+        self._scheduler = scheduler
+        self.clients: Clients | None = None
+
+    def reload(self) -> list[str]:
+        """The names of the settings that changed. Raises InvalidArgument, with nothing changed."""
+        try:
+            new = self._load()
+        except ConfigError as error:
+            raise InvalidArgument(f"{error}; nothing was changed") from None
+        changed, fixed = self._config.changed(new)
+        if fixed:
+            raise InvalidArgument(f"{', '.join(fixed)} can only change with a restart; nothing was changed")
+        self._scheduler.set_limits(new.scheduler_limits(self._max_model_len))
+        start_logging(new.log_level, new.log_format)
+        self._config = new
+        if self.clients is not None:
+            self.clients.config = new
+        log.info("reloaded: %s", ", ".join(changed) or "nothing changed")
+        return changed
+
+    def reload_by_signal(self) -> None:
+        try:
+            self.reload()
+        except InvalidArgument as error:
+            log.error("reload: %s", error)
+
+
+def _load_model(config: Config, manager: Manager) -> tuple[LoadedModel, BackendLimits]:
+    if not config.model:
+        raise ConfigError(
+            "model: nothing to serve; set model to a directory, a .gguf file or the name of a pulled model"
+        )
+    manager.status(f"loading {config.model}")
+    model = load_model(config.model)
+    trained_for = model.config.max_position_embeddings
+    max_model_len = config.max_model_len or trained_for
+    if max_model_len > trained_for:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the {trained_for} that {model.name} was trained for"
+        )
+    return model, BackendLimits(config.block_size, config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+
+
+def _allocate(config: Config, limits: BackendLimits, backend: Backend) -> Ledger:
+    ledger = plan_memory(
+        config,
+        weights_bytes=backend.weights_bytes,
+        workspace_bytes=backend.workspace_bytes,
+        block_bytes=backend.block_bytes,
+        available_bytes=backend.available_bytes(),
+        max_model_len=limits.max_model_len,
+        auto_share=CPU_AUTO_SHARE,
+    )
+    for line in ledger.lines():
+        log.info("%s", line)
+    backend.allocate_pool(ledger.num_blocks)
+    return ledger
+
+
+def _window(model: LoadedModel) -> int:
+    """Tokens that the layer which looks back furthest sees; 0: everything."""
+    windows = [model.config.window(layer) for layer in range(model.config.num_layers)]
+    return 0 if 0 in windows else max(windows)
+
+
+def _reporter(manager: Manager) -> Progress:
+    """Tells people and the manager how far a long start is, each tenth once."""
+    last_what, last_share = "", 0.0
+
+    def report(what: str, share: float) -> None:
+        nonlocal last_what, last_share
+        if what != last_what or share >= last_share + PROGRESS_STEP:
+            last_what, last_share = what, share
+            log.info("%s %3.0f %%", what, 100 * share)
+            manager.status(f"{what} {100 * share:.0f} %")
+
+    return report
+
+
+def _stop_starting(number: int, frame: object) -> None:
+    """A signal before the loop runs: leave at once, and tidy up on the way."""
+    raise SystemExit(128 + number)
+
+
+def _raise_descriptor_limit() -> None:
+    """Every client costs two descriptors; the usual soft limit of 1024 is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536) if hard > 0 else 65_536, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The methods of Call: questions about the pool and its sequences, and what an administrator may do.
+
+A caller sees the figures of the whole pool, and the sequences of its own user; an administrator (root, the daemon's own
+user, members of admin_group) sees everybody's.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..client.errors import InvalidArgument, NotFound, NotOwner, Unsupported
+from ..client.protocol import MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Call, pack_token_ids
+from ..client.schema import Mismatch, Name, Spec, Text
+from ..client.token_ids import PackedTokenIds
+from .block_pool import NOBODY
+from .clients import Clients
+from .request import Request, Sample
+from .sessions import Peer, Session
+
+BLOCK_FREE, BLOCK_USED, BLOCK_CACHED = 0, 1, 2
+HIDDEN = -2
+"""Owner of a block of somebody else, in the map of a caller who may not see whose it is."""
+
+
+class Calls:
+    """Answers calls. `drain` and `reload` are the daemon's own functions."""
+
+    def __init__(self, drain: Callable[[], None], reload: Callable[[], list[str]]) -> None:
+        self._drain = drain
+        self._reload = reload
+        self._methods: dict[str, Callable[[Clients, Session, Mapping[str, Any]], Any]] = {
+            "stats": self._answer_stats,
+            "ps": self._answer_ps,
+            "map": self._answer_map,
+            "fsck": self._answer_fsck,
+            "cancel": self._answer_cancel,
+            "tokenize": self._answer_tokenize,
+            "detokenize": self._answer_detokenize,
+            "drain": self._answer_drain,
+            "reload": self._answer_reload,
+            "resize": self._answer_resize,
+        }
+
+    def __call__(self, clients: Clients, session: Session, call: Call) -> Any:
+        """The value of the Reply. Raises KVPoolError."""
+        method = self._methods.get(call.method)
+        if method is None:
+            raise Unsupported(
+                f"there is no method {call.method!r}; there are {', '.join(self._methods)}", field="method"
+            )
+        return method(clients, session, call.arguments or {})
+
+    def _answer_stats(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return stats(clients)
+
+    def _answer_ps(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return rows(clients, session.peer)
+
+    def _answer_map(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return pool_map(clients, session.peer)
+
+    def _answer_fsck(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            clients.engine.scheduler.check_invariants()
+        except RuntimeError as error:
+            return {"consistent": False, "error": str(error)}
+        return {"consistent": True}
+
+    def _answer_cancel(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        name = _argument(arguments, "request_id", Name(max_bytes=128))
+        found = [request for request in clients.requests() if _is_called(request, name) and not request.done]
+        own = [request for request in found if request.uid == session.peer.uid]
+        if not found:
+            raise NotFound(f"no request or sequence is called {name!r}", field="request_id")
+        if not own and not is_admin(session.peer, clients.config.admin_group):
+            raise NotOwner(f"{name!r} belongs to another user", field="request_id")
+        for request in own or found:
+            clients.engine.cancel(request)
+        return {"cancelled": len(own or found)}
+
+    def _answer_tokenize(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        text = _argument(arguments, "text", Text(MAX_PROMPT_BYTES))
+        return {"token_ids": pack_token_ids(clients.text.tokenize(text))}
+
+    def _answer_detokenize(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        packed = _argument(arguments, "token_ids", PackedTokenIds(MAX_PROMPT_TOKENS))
+        return {"text": clients.text.detokenize(packed)}
+
+    def _answer_drain(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _require_admin(clients, session)
+        self._drain()
+        return {"draining": True}
+
+    def _answer_reload(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _require_admin(clients, session)
+        return {"changed": self._reload()}
+
+    def _answer_resize(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _require_admin(clients, session)
+        raise Unsupported("the pool cannot change its size while the daemon runs; set pool_bytes and restart")
+
+
+def stats(clients: Clients) -> dict[str, Any]:
+    """The daemon's figures, by name."""
+    engine = clients.engine
+    scheduler, pool = engine.scheduler, engine.scheduler.pool
+    cached = pool.num_cached
+    return engine.metrics.snapshot(clients.now) | {
+        "epoch": engine.epoch,
+        "model": clients.model_name,
+        "draining": clients.draining,
+        "block_size": pool.block_size,
+        "blocks_total": pool.num_blocks,
+        "blocks_free": pool.num_free - cached,
+        "blocks_cached": cached,
+        "blocks_used": pool.num_used,
+        "sequences_running": len(scheduler.roster.running),
+        "sequences_waiting": scheduler.roster.num_waiting,
+        "sequences_paused": scheduler.roster.num_paused,
+        "clients": len(clients.sessions),
+        "preemptions_total": scheduler.preemptions_total,
+        "tokens_computed_total": scheduler.tokens_computed_total,
+        "cache_lookup_tokens": scheduler.cache.stats.lookup_tokens if scheduler.cache else 0,
+        "cache_hit_tokens": scheduler.cache.stats.hit_tokens if scheduler.cache else 0,
+    }
+
+
+def rows(clients: Clients, peer: Peer) -> list[dict[str, Any]]:
+    """One row per living sequence that the peer may see."""
+    everybody = is_admin(peer, clients.config.admin_group)
+    return [
+        _row(clients, request, sample)
+        for request in clients.requests()
+        if everybody or request.uid == peer.uid
+        for sample in request.samples
+        if sample.finished is None
+    ]
+
+
+def _row(clients: Clients, request: Request, sample: Sample) -> dict[str, Any]:
+    sequence, session = sample.sequence, request.session
+    holder = session if isinstance(session, Session) else None
+    return {
+        "sequence_id": sequence.sequence_id,
+        "request_id": request.request_id,
+        "sample": sample.index,
+        "uid": request.uid,
+        "user": _user_name(request.uid),
+        "pid": holder.peer.pid if holder else 0,
+        "client_name": holder.client_name if holder else "",
+        "state": sequence.state.value,
+        "wait_reason": sequence.wait_reason,
+        "num_tokens": sequence.num_tokens,
+        "num_prompt_tokens": sequence.num_prompt_tokens,
+        "num_computed_tokens": sequence.num_computed_tokens,
+        "num_cached_tokens": sequence.num_cached_tokens,
+        "num_output_tokens": sample.num_sent,
+        "max_tokens": sequence.max_tokens,
+        "num_blocks": sequence.num_blocks,
+        "blocks": pack_token_ids(sequence.live_blocks()),
+        "priority": sequence.priority,
+        "preemptions": sequence.preemptions,
+        "age_s": clients.now - request.arrival,
+    }
+
+
+def pool_map(clients: Clients, peer: Peer) -> dict[str, Any]:
+    """Every block as packed arrays, one entry per block: `states` uint8 (0 free, 1 used, 2 cached), `owners` int32 (the
+    uid that is charged; -1: nobody, -2: not for the caller to know), `ref_counts` uint16; all little-endian."""
+    pool = clients.engine.scheduler.pool
+    ref_counts = np.asarray(pool.ref_count)
+    kinds = np.asarray(pool.kind)
+    states = np.where(ref_counts > 0, BLOCK_USED, np.where(kinds != 0, BLOCK_CACHED, BLOCK_FREE))
+    owners = np.array([pool.owner(block) for block in range(pool.num_blocks)]).astype("<i4")
+    if not is_admin(peer, clients.config.admin_group):
+        owners[(owners != NOBODY) & (owners != peer.uid)] = HIDDEN
+    return {
+        "block_size": pool.block_size,
+        "num_blocks": pool.num_blocks,
+        "states": states.astype(np.uint8).tobytes(),
+        "owners": owners.tobytes(),
+        "ref_counts": np.minimum(ref_counts, 65535).astype("<u2").tobytes(),
+        "sequences": rows(clients, peer),
+        "counters": stats(clients),
+    }
+
+
+def is_admin(peer: Peer, admin_group: str) -> bool:
+    """Root, the daemon's own user, and the members of `admin_group`."""
+    if peer.uid in (0, os.geteuid()):
+        return True
+    if not admin_group:
+        return False
+    try:
+        gid = int(admin_group) if admin_group.isdecimal() else grp.getgrnam(admin_group).gr_gid
+        user = pwd.getpwuid(peer.uid)
+    except KeyError:
+        return False
+    return gid in (peer.gid, user.pw_gid) or gid in os.getgrouplist(user.pw_name, user.pw_gid)
+
+
+def _require_admin(clients: Clients, session: Session) -> None:
+    if not is_admin(session.peer, clients.config.admin_group):
+        raise NotOwner("only root, the daemon's user and members of admin_group may do this")
+
+
+@lru_cache(maxsize=256)
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _is_called(request: Request, name: str) -> bool:
+    """By its own name, or by the id of one of its sequences, as `ps` shows them."""
+    return request.request_id == name or any(name == str(sample.sequence.sequence_id) for sample in request.samples)
+
+
+def _argument(arguments: Mapping[str, Any], name: str, spec: Spec) -> Any:
+    """The only argument of a method. Raises InvalidArgument naming what is wrong."""
+    unknown = next((key for key in arguments if key != name), None)
+    if unknown is not None:
+        raise InvalidArgument("is not an argument of this method", field=unknown[:64])
+    try:
+        return spec.check(arguments.get(name))
+    except Mismatch as fault:
+        raise InvalidArgument(fault.message, field=f"{name}{fault.path}") from None

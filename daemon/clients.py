@@ -1,0 +1,395 @@
+"""Everything between a client's bytes and the engine: sessions, the requests they own, and what is sent back.
+
+Knows no socket: messages come in through `receive`, and leave through a `send` that it was given, which says whether
+the peer took them. So every order of events is a list of calls in a test.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+from ..client.errors import Busy, InvalidArgument, KVPoolError, NotFound, ProtocolError, ShuttingDown, Unsupported
+from ..client.protocol import (
+    Accepted,
+    Attach,
+    Call,
+    Cancel,
+    Closing,
+    CodecLimits,
+    Credit,
+    DaemonMessage,
+    Failed,
+    Finished,
+    Goodbye,
+    Hello,
+    Notice,
+    Reply,
+    ServerLimits,
+    Submit,
+    TokenBatch,
+    Tokens,
+    Welcome,
+    decode_client_message,
+    encode,
+    negotiate,
+)
+from .config import Config
+from .engine import Engine, Output
+from .metrics import Metrics
+from .request import Request
+from .sessions import Peer, Session, Sessions
+from .submission import make_request
+from .text import Text
+from .timers import Timers
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOX = 4096
+"""Messages held for one session that does not read: its sequences pause at the first, a flood of calls ends it."""
+
+MAX_LINGERING = 4096
+"""Requests kept for clients that may come back; beyond that the oldest that are over go first."""
+
+SLOW_READER = "its client does not read"
+
+
+class Sent(Enum):
+    """What became of a message."""
+
+    YES = "yes"
+    FULL = "full"  # the peer does not read fast enough: try again later
+    GONE = "gone"  # there is no such peer any more
+
+
+class Clients:
+    """Sessions and requests by their names. `calls` answers the methods of Call."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        text: Text,
+        sessions: Sessions,
+        timers: Timers,
+        *,
+        send: Callable[[bytes, bytes], Sent],
+        calls: Callable[[Clients, Session, Call], Any],
+        limits: ServerLimits,
+        model_name: str,
+        version: str,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.text = text
+        self.sessions = sessions
+        self.limits = limits
+        self.draining = False
+        self.now = 0.0  # monotonic seconds, of the turn
+        self._timers = timers
+        self._send_bytes = send
+        self._calls = calls
+        self.model_name = model_name
+        self._version = version
+        self._codec_limits = CodecLimits(limits.max_message_bytes, max_array_items=4096, max_map_items=1024)
+        self._lingering: dict[tuple[int, str], Request] = {}  # by uid and request_id: those without a session
+        self._linger_until: dict[tuple[int, str], float] = {}
+        self._slow: dict[Session, None] = {}  # have an outbox
+        self._handlers: dict[type[Any], Callable[[Session, Any], None]] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Credit: self._credit,
+            Attach: self._attach,
+            Goodbye: self._goodbye,
+            Call: self._call,
+        }
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.engine.metrics
+
+    # Coming in
+
+    def receive(self, routing_id: bytes, peer: Peer, data: bytes) -> None:
+        """One message of a peer. Whatever it is, it is answered or obeyed, and nobody else notices."""
+        self.metrics.messages_total += 1
+        session = self.sessions.get(routing_id)
+        message: Any = None
+        try:
+            message = decode_client_message(data, self._codec_limits)
+            if isinstance(message, Hello):
+                self._hello(session, routing_id, peer, message)
+            elif session is None:
+                raise NotFound("there is no session: say hello first", field="session")
+            elif handler := self._handlers.get(type(message)):
+                handler(session, message)
+            else:
+                raise Unsupported(f"this daemon does not serve {type(message).__name__}", field="type")
+        except ProtocolError as error:
+            self.metrics.garbage_total += 1
+            self._refuse(routing_id, session, error, error.request_id, error.call_id)
+        except KVPoolError as error:
+            self._refuse(routing_id, session, error, *_ids(message))
+        except Exception as error:
+            log.exception("a message of uid %d could not be handled", peer.uid)
+            answer = KVPoolError(f"a bug in the daemon ({type(error).__name__}); its log has the details")
+            self._refuse(routing_id, session, answer, *_ids(message))
+
+    def _refuse(
+        self,
+        routing_id: bytes,
+        session: Session | None,
+        error: KVPoolError,
+        request_id: str | None,
+        call_id: int | None,
+    ) -> None:
+        self.metrics.refused[error.code] += 1
+        failed = Failed(
+            self.engine.epoch,
+            error.code,
+            error.message[:1024],
+            error.field and error.field[:64],
+            error.retry_after_ms,
+            request_id,
+            call_id,
+        )
+        if session is not None:
+            self.send(session, failed)
+        else:
+            self._send_bytes(routing_id, encode(failed))
+
+    def _hello(self, session: Session | None, routing_id: bytes, peer: Peer, message: Hello) -> None:
+        if session is not None:
+            raise InvalidArgument("this connection has said hello already", field="type")
+        if self.draining:
+            raise ShuttingDown("the daemon shuts down")
+        version = negotiate(message.versions)
+        if version is None:
+            raise Unsupported(f"the daemon speaks none of the protocol versions {message.versions}", field="versions")
+        if len(self.sessions) >= self.config.max_clients:
+            raise Busy(f"{len(self.sessions)} clients are connected (max_clients)", retry_after_ms=1000)
+        session = self.sessions.open(routing_id, peer, message.client_name)
+        self.metrics.sessions_total += 1
+        self._timers.at(self.now + self.config.lifeline_grace_s, lambda: self._check_lifeline(session))
+        self.send(
+            session,
+            Welcome(
+                self.engine.epoch,
+                version,
+                session.session_id,
+                self.model_name,
+                self.limits,
+                session.token,
+                self._version,
+            ),
+        )
+
+    def _check_lifeline(self, session: Session) -> None:
+        if session.lifeline is None and not session.closed:
+            log.info("session %s of uid %d has no lifeline", session.session_id, session.peer.uid)
+            self.close(session, "lifeline_lost")
+
+    def _submit(self, session: Session, message: Submit) -> None:
+        if self.draining:
+            raise ShuttingDown("the daemon shuts down and takes no new work")
+        if message.request_id in session.requests:
+            raise InvalidArgument(f"{message.request_id!r} is the name of a running request", field="request_id")
+        request = make_request(message, self.text, session.peer.uid, self.now)
+        request.session = session
+        self.engine.submit(request)
+        session.requests[request.request_id] = request
+        self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
+        if session.outbox:
+            self.engine.hold(request, SLOW_READER)
+
+    def _cancel(self, session: Session, message: Cancel) -> None:
+        request = session.requests.get(message.request_id)
+        if request is not None:  # else it has just ended: its Finished is on the way
+            self.engine.cancel(request)
+
+    def _credit(self, session: Session, message: Credit) -> None:
+        request = session.requests.get(message.request_id)
+        if request is not None:
+            self.engine.grant(request, message.amount, message.sample)
+
+    def _attach(self, session: Session, message: Attach) -> None:
+        """Take a request of the same user over, and send again what the client does not have."""
+        request = self._find_own(session, message.request_id)
+        if request is None:
+            raise NotFound("no request of this user has this id, or it is over", field="request_id")
+        have = [*message.have, *[0] * len(request.samples)][: len(request.samples)]
+        for sample, index in zip(request.samples, have, strict=True):
+            if index > sample.num_sent or (index < sample.num_sent and not sample.history):
+                raise NotFound(f"tokens from {index} on are not kept; submit with linger_s", field="have")
+        self._take_from(request)
+        request.session = session
+        session.requests[request.request_id] = request
+        self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
+        for sample, index in zip(request.samples, have, strict=True):
+            again = [batch for batch in sample.history if batch.index >= index]
+            if again:
+                self.send(session, Tokens(self.engine.epoch, tuple(again)))
+            if sample.finished is not None:
+                self.send(session, sample.finished)
+            self.engine.set_granted(sample, None if message.credit is None else index + message.credit)
+        if request.done:
+            self._forget(request)
+
+    def _find_own(self, session: Session, request_id: str) -> Request | None:
+        """A request of the session's user by its name: its own, one without a session, or another session's."""
+        found = session.requests.get(request_id) or self._lingering.get((session.peer.uid, request_id))
+        others = (
+            other.requests[request_id]
+            for other in self.sessions
+            if other.peer.uid == session.peer.uid and request_id in other.requests
+        )
+        return found or next(others, None)
+
+    def _take_from(self, request: Request) -> None:
+        """Nobody has the request now; who had it is told."""
+        holder = request.session
+        if isinstance(holder, Session):
+            del holder.requests[request.request_id]
+            error = NotFound("another connection has taken this request over", field="request_id")
+            self.send(holder, Failed(self.engine.epoch, error.code, error.message, request_id=request.request_id))
+        key = (request.uid, request.request_id)
+        if self._lingering.get(key) is request:
+            self._unlinger(key)
+        request.session = None
+
+    def _goodbye(self, session: Session, message: Goodbye) -> None:
+        self.settle(session)
+
+    def _call(self, session: Session, message: Call) -> None:
+        self.send(session, Reply(self.engine.epoch, message.call_id, self._calls(self, session, message)))
+
+    # Going out
+
+    def send(self, session: Session, message: DaemonMessage) -> None:
+        """Send, or hold for a reader that is slow, or settle a session that is gone."""
+        if session.closed:
+            return
+        data = encode(message)
+        if not session.outbox:
+            sent = self._send_bytes(session.routing_id, data)
+            if sent is Sent.YES:
+                return
+            if sent is Sent.GONE:
+                self.settle(session)
+                return
+            self._slow[session] = None
+            for request in session.requests.values():
+                self.engine.hold(request, SLOW_READER)
+        session.outbox.append(data)
+        if len(session.outbox) > MAX_OUTBOX:
+            log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
+            self.settle(session)
+
+    def retry(self) -> None:
+        """Offer slow readers what is held for them; whoever has taken everything goes on."""
+        for session in list(self._slow):
+            while session.outbox and (sent := self._send_bytes(session.routing_id, session.outbox[0])) is Sent.YES:
+                session.outbox.popleft()
+            if session.outbox and sent is Sent.GONE:
+                self.settle(session)
+            if not session.outbox:
+                self._slow.pop(session, None)
+                for request in session.requests.values():
+                    self.engine.unhold(request)
+
+    @property
+    def has_slow(self) -> bool:
+        return bool(self._slow)
+
+    @property
+    def num_held(self) -> int:
+        """Messages held for slow readers."""
+        return sum(len(session.outbox) for session in self._slow)
+
+    def deliver(self, outputs: Iterable[Output]) -> None:
+        """What a turn produced: one Tokens per session, then what ended."""
+        events: dict[Session, list[TokenBatch]] = {}
+        others: list[tuple[Session, Finished | Notice]] = []
+        for request, message in outputs:
+            session = request.session
+            if isinstance(session, Session):
+                if isinstance(message, TokenBatch):
+                    events.setdefault(session, []).append(message)
+                else:
+                    others.append((session, message))
+            if isinstance(message, Finished) and request.done:
+                self._forget(request)
+        for session, batches in events.items():
+            self.send(session, Tokens(self.engine.epoch, tuple(batches)))
+        for session, message in others:
+            self.send(session, message)
+
+    def _forget(self, request: Request) -> None:
+        """The request is over; one that may be asked for again stays findable for its linger time."""
+        if isinstance(request.session, Session):
+            request.session.requests.pop(request.request_id, None)
+        if request.linger_s > 0:
+            request.session = None
+            self._linger(request)
+
+    # Ends
+
+    def settle(self, session: Session) -> None:
+        """The session is over: what it owns is cancelled, or waits for its owner to come back. Idempotent."""
+        if session.closed:
+            return
+        self.sessions.close(session)
+        self._slow.pop(session, None)
+        requests, session.requests = session.requests, {}
+        for request in requests.values():
+            request.session = None
+            if request.linger_s > 0:
+                self.engine.unhold(request)
+                self._linger(request)
+            else:
+                self.engine.cancel(request)
+
+    def _linger(self, request: Request) -> None:
+        key, until = (request.uid, request.request_id), self.now + request.linger_s
+        self._lingering[key], self._linger_until[key] = request, until
+        self._timers.at(until, lambda: self._end_linger(key))
+        if len(self._lingering) > MAX_LINGERING:
+            over = next((other for other, kept in self._lingering.items() if kept.done), key)
+            self._linger_until[over] = self.now
+            self._end_linger(over)
+
+    def _end_linger(self, key: tuple[int, str]) -> None:
+        if key in self._lingering and self._linger_until[key] <= self.now:
+            self.engine.cancel(self._unlinger(key))
+
+    def _unlinger(self, key: tuple[int, str]) -> Request:
+        del self._linger_until[key]
+        return self._lingering.pop(key)
+
+    def close(self, session: Session, reason: str) -> None:
+        """Tell the client that its session ends, and settle it."""
+        self.send(session, Closing(self.engine.epoch, reason))
+        self.settle(session)
+
+    def shut_down(self) -> None:
+        """End what is still running: its readers are told why."""
+        for request in list(self.requests()):
+            self.engine.cancel(request, "error", ShuttingDown("the daemon shut down before this was finished"))
+
+    def say_goodbye(self, reason: str) -> None:
+        """The daemon ends: tell everybody. Lifelines hang up once this has left."""
+        for session in self.sessions:
+            self.send(session, Closing(self.engine.epoch, reason))
+
+    def requests(self) -> Iterator[Request]:
+        """All requests that are alive or kept for somebody who may come back."""
+        for session in self.sessions:
+            yield from session.requests.values()
+        yield from self._lingering.values()
+
+
+def _ids(message: Any) -> tuple[str | None, int | None]:
+    """(request_id, call_id) of a message, as far as it has them."""
+    return getattr(message, "request_id", None), getattr(message, "call_id", None)

@@ -1,0 +1,264 @@
+"""The daemon's loop: one thread that owns everything, blocked in one poll whenever there is nothing to do.
+
+A turn has its stages in this order:
+
+    poll       sleep until a message, a lifeline, the device, a signal, or a time that somebody asked for
+    dispatch   signals, lifelines, messages: each is handled at once and only changes the engine's state
+    turn       the engine's own stages: collect, schedule, launch, flush
+    deliver    what the turn produced, one message per client, while the device works
+    cron       what is due, and an audit of the pool when everything is at rest
+
+Lifelines come before messages, because the dead need nothing; messages before the engine's turn, so that what arrived
+together can run together; and the number of messages a turn takes is bounded, so that a flood delays nobody's tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from .clients import Clients, Sent
+from .endpoint import Endpoint
+from .engine import Engine
+from .service import Manager
+from .sessions import Peer, Sessions
+from .timers import Timers
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 64
+SLOW_RETRY_S = 0.05
+OUT_OF_DESCRIPTORS_PAUSE_S = 0.5
+QUIET_BEFORE_AUDIT_S = 1.0
+BETWEEN_AUDITS_S = 10.0
+
+
+class Poller:
+    """epoll over everything that can wake the daemon."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+
+    def watch(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+
+    def wait(self, timeout_s: float | None) -> set[int]:
+        """Descriptors that are readable or hung up; None: wait for ever."""
+        return {fd for fd, _ in self._epoll.poll(-1 if timeout_s is None else timeout_s)}
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class Signals:
+    """Signals as a descriptor and flags: a handler only notes that it came, the loop acts."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._came: list[int] = []
+        self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+
+    def _note(self, number: int, frame: object) -> None:
+        self._came.append(number)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def take(self) -> Iterator[int]:
+        """Signals that came since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reader, 4096):
+                pass
+        came, self._came = self._came, []
+        yield from came
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before_fd)
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+class Server:
+    """Runs the loop until it is told to stop."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        engine: Engine,
+        clients: Clients,
+        sessions: Sessions,
+        timers: Timers,
+        poller: Poller,
+        signals: Signals,
+        manager: Manager,
+        *,
+        reload: Callable[[], object],
+    ) -> None:
+        self._endpoint = endpoint
+        self._router = endpoint.router
+        self._engine = engine
+        self._clients = clients
+        self._sessions = sessions
+        self._timers = timers
+        self._poller = poller
+        self._signals = signals
+        self._manager = manager
+        self._reload = reload
+        self._router_fd = int(self._router.getsockopt(zmq.FD))
+        self._stop_at: float | None = None  # draining: when to give up waiting
+        self._audit_due: float | None = None
+        self._last_audit = 0.0
+        self._slow_retry_s = SLOW_RETRY_S
+        for fd in (self._router_fd, endpoint.lifelines.fileno(), signals.fileno(), engine.runner.fileno()):
+            poller.watch(fd)
+
+    # The loop
+
+    def run(self) -> None:
+        """Serve until drained. Raises DeviceLost if the device is of no more use."""
+        clients, engine = self._clients, self._engine
+        while not self._drained():
+            ready = self._poller.wait(self._timeout())
+            clients.now = time.monotonic()
+            self._dispatch(ready)
+            engine.turn(clients.now, step_done=engine.in_flight and engine.runner.fileno() in ready)
+            if engine.in_flight:
+                self._manager.watchdog()
+            clients.deliver(engine.take_outputs())
+            self._cron(clients.now)
+
+    def _timeout(self) -> float | None:
+        """Seconds until something is due; 0: something is there already; None: only an event can change anything."""
+        # The descriptor signals edges: whatever touched the socket since may have swallowed one.
+        if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return 0.0
+        dues = [self._timers.next_due, self._engine.wake_at, self._stop_at, self._audit_due]
+        now = time.monotonic()
+        if self._clients.has_slow:
+            dues.append(now + self._slow_retry_s)
+        due = min((due for due in dues if due is not None), default=None)
+        return None if due is None else max(0.0, due - now)
+
+    def _dispatch(self, ready: set[int]) -> None:
+        known = {self._router_fd, self._signals.fileno(), self._engine.runner.fileno()}
+        if self._signals.fileno() in ready:
+            for number in self._signals.take():
+                self._signal(number)
+        listener = self._endpoint.lifelines
+        for fd in ready - known:
+            if fd == listener.fileno():
+                self._accept(listener)
+            elif (ended := self._sessions.read(fd)) is not None:
+                self._clients.settle(ended)
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._receive():
+                break
+
+    def _receive(self) -> bool:
+        """Take one message; False if there is none."""
+        try:
+            routing, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        peer = Peer.from_address(_peer_address(frames[-1])) if frames else None
+        if peer is not None:
+            # More than one frame is no message of ours: joined, it cannot be read, and is answered like that.
+            data = frames[0].bytes if len(frames) == 1 else b"".join(frame.bytes for frame in frames) + b"\xc1"
+            self._clients.receive(routing.bytes, peer, data)
+        return True
+
+    def _accept(self, listener: socket.socket) -> None:
+        due = self._clients.now + self._clients.config.lifeline_grace_s
+        self._timers.at(due, lambda: self._sessions.hang_up_overdue(self._clients.now))
+        if not self._sessions.accept(listener, due):
+            # Out of descriptors: let the backlog wait, instead of being woken for it again and again.
+            self._poller.unwatch(listener.fileno())
+            again = self._clients.now + OUT_OF_DESCRIPTORS_PAUSE_S
+            self._timers.at(again, lambda: self._poller.watch(listener.fileno()))
+
+    def send(self, routing_id: bytes, data: bytes) -> Sent:
+        """Hand a message to ZeroMQ for one peer."""
+        try:
+            self._router.send_multipart([routing_id, data], zmq.NOBLOCK)
+        except zmq.Again:
+            return Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return Sent.GONE
+        return Sent.YES
+
+    def _cron(self, now: float) -> None:
+        self._timers.run(now)
+        if self._clients.has_slow:
+            before = self._clients.num_held
+            self._clients.retry()
+            progressed = self._clients.num_held < before
+            self._slow_retry_s = SLOW_RETRY_S if progressed else min(1.0, self._slow_retry_s * 1.5)
+        self._audit(now)
+
+    def _audit(self, now: float) -> None:
+        """Hold the books against themselves once the daemon has been at rest for a moment, but not too often."""
+        if not self._engine.idle:
+            self._audit_due = max(now + QUIET_BEFORE_AUDIT_S, self._last_audit + BETWEEN_AUDITS_S)
+        elif self._audit_due is not None and now >= self._audit_due:
+            self._audit_due, self._last_audit = None, now
+            try:
+                self._engine.scheduler.check_invariants()
+            except RuntimeError:
+                log.exception("the pool's books do not agree")
+
+    # The end
+
+    def _signal(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._reload()
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Take no new work and stop when the rest is done or the time is over; a second call hurries."""
+        now = self._clients.now
+        if self._clients.draining:
+            self._stop_at = now
+            return
+        self._clients.draining = True
+        self._stop_at = now + self._clients.config.drain_timeout_s
+        log.info("draining, at most %g s", self._clients.config.drain_timeout_s)
+        self._manager.stopping("draining")
+
+    def _drained(self) -> bool:
+        if not self._clients.draining:
+            return False
+        late = self._stop_at is not None and time.monotonic() >= self._stop_at
+        if not late and not self._engine.idle:
+            return False
+        self._clients.shut_down()
+        self._engine.turn(time.monotonic(), step_done=False)
+        self._clients.deliver(self._engine.take_outputs())
+        self._clients.say_goodbye("shutting_down")
+        return True
+
+
+def _peer_address(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""

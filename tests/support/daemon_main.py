@@ -1,0 +1,65 @@
+"""kvpoold with a back end for tests, chosen by the first argument; the others are kvpoold's own.
+
+numpy    the slow twin
+slow     the same, each step of at least 20 ms, on a thread, as a device would
+stuck    a step never ends
+broken   every step fails
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvpool.daemon.__main__ import main
+from kvpool.daemon.config import Config
+from kvpool.model.backend import Backend, BackendLimits, Progress
+from kvpool.model.batch import StepBatch, StepResult
+from kvpool.model.loading import LoadedModel
+from tests.support.numpy_backend import NumpyBackend
+
+STEP_S = 0.02
+
+
+class SlowBackend(NumpyBackend):
+    """Steps take their time, and the loop goes on meanwhile."""
+
+    def launch(self, batch: StepBatch) -> None:
+        threading.Thread(target=self._work, args=(batch, time.monotonic() + STEP_S), daemon=True).start()
+
+    def _work(self, batch: StepBatch, until: float) -> None:
+        self._result = self._step(batch)
+        time.sleep(max(0.0, until - time.monotonic()))
+        os.eventfd_write(self._event, 1)
+
+
+class StuckBackend(NumpyBackend):
+    def launch(self, batch: StepBatch) -> None:
+        pass
+
+
+class BrokenBackend(NumpyBackend):
+    def collect(self) -> StepResult:
+        super().collect()
+        raise RuntimeError("broken for the test")
+
+
+BACKENDS: dict[str, type[NumpyBackend]] = {
+    "numpy": NumpyBackend,
+    "slow": SlowBackend,
+    "stuck": StuckBackend,
+    "broken": BrokenBackend,
+}
+
+
+def make_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+    return BACKENDS[sys.argv[1]](model.program, model.checkpoint, limits)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], make_backend=make_backend))
