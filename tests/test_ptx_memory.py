@@ -164,7 +164,7 @@ def test_guarded_atomics_and_loads_touch_only_their_lanes():
         ("ld.global.u32 v, [q+-4];", OutOfBounds, r"thread \(0, 0, 0\)"),
         ("st.global.u32 [q+1024], t;", OutOfBounds, "outside"),
         ("ld.global.u32 v, [p+1000000000];", OutOfBounds, "outside"),
-        ("ld.global.u32 v, [16];", OutOfBounds, "not a global address"),
+        ("ld.global.u32 v, [16];", OutOfBounds, "global address 0x10: outside"),
         ("ld.u32 v, [16];", OutOfBounds, "not a generic address"),
         ("ld.global.u32 v, [q+2];", Misaligned, "not a multiple of 4"),
         ("ld.global.v2.u32 {v, _}, [q];", Misaligned, r"thread \(1, 0, 0\).*not a multiple of 8"),

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .counters import runs
 from .decode import Decoder, Registers, unknown
 from .errors import OutOfBounds
-from .memory import GLOBAL_WINDOW, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BITS, Space, instruction_text
+from .memory import GLOBAL_BASE, GLOBAL_WINDOW, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BITS, Space, instruction_text
 from .parser import Instruction, Mem, Operand
 from .races import ATOMIC, READ, WRITE
-from .scalars import Array, size_of
+from .scalars import Array, size_of, spread
 
 if TYPE_CHECKING:
     from .machine import Lanes
@@ -47,7 +48,7 @@ class Target:
         return values if self.who is None or len(values) == 1 else values[self.who]
 
     def each(self, values: Array) -> Array:
-        return np.broadcast_to(self.pick(values), self.count)
+        return spread(self.pick(values), self.count)
 
     def locate(self, width: int) -> Array:
         """Checked flat positions, in bytes."""
@@ -60,19 +61,20 @@ class Target:
         """Count the access and log it for the race check."""
         machine = self.lanes.machine
         meter = machine.meter
+        warp = self.pick(self.lanes.warp)
+        sizes = self.lanes.warp_sizes if self.who is None else runs(warp)
         if self.space == "global":
             if meter:
-                meter.global_access(at, direction, self.pick(self.lanes.warp), flat, width)
+                meter.global_access(at, direction, warp, sizes, flat, width)
             return
-        warp = self.pick(self.lanes.warp)
         if self.space == "local":
             if meter:
-                meter.local_access(at, direction, warp, width)
+                meter.local_access(at, direction, sizes, width)
             return
         lane = self.pick(self.lanes.lanes)
         if meter:
             phase = lane >> {8: 4, 16: 3}.get(width, 5)
-            meter.shared_access(at, direction, phase, warp, flat, width)
+            meter.shared_access(at, direction, phase, sizes, flat, width)
         if machine.races:
             machine.races.add(at, KINDS[direction], lane, machine.sync_epoch[warp], flat, width)
 
@@ -88,23 +90,25 @@ class Address:
         if self.space in ("", "shared"):
             d.shared_widths.add(width)
         self.base: Callable[[Registers], Array] | None = None
+        self.origin = np.zeros(1, dtype=np.int64)
         if operand.base is not None:
             slot = d.slot(operand.base.name, i)
             kind = "u64" if size_of(d.types[slot]) == 8 else "u32"
             self.base = d.value(operand.base, kind, i)
-        self.displacement = np.int64(operand.offset)
+        self.displacement = np.int64(operand.offset - (GLOBAL_BASE if self.space == "global" else 0))
 
     def targets(self, lanes: Lanes, R: Registers, mask: Array | None) -> Iterator[Target]:
-        address = np.zeros(1, dtype=np.int64) if self.base is None else self.base(R).astype(np.int64)
+        address = self.origin if self.base is None else self.base(R)
+        address = address.view(np.int64) if address.itemsize == 8 else address.astype(np.int64)
         if self.displacement:
             address = address + self.displacement
         who: Array | None = None
         if mask is not None and not mask.all():
-            who = np.flatnonzero(np.broadcast_to(mask, lanes.n))
+            who = np.flatnonzero(spread(mask, lanes.n))
             if not len(who):
                 return
             address = address if len(address) == 1 else address[who]
-        if self.space in ("shared", "local"):
+        if self.space:
             yield Target(lanes, self.instruction, self.space, address, who)
             return
         window = address >> WINDOW_BITS
@@ -119,11 +123,11 @@ class Address:
 
     def space_of(self, window: int, lanes: Lanes, who: Array | None, index: int, address: Array) -> str:
         space = WINDOWS.get(window)
-        if space is None or self.space not in ("", space):
+        if space is None:
             lane = index if who is None else int(who[index])
             raise OutOfBounds(
                 f"{lanes.where(lane)}: {instruction_text(self.instruction)}: "
-                f"{int(address[index]) & ((1 << 64) - 1):#x} is not a {self.space or 'generic'} address"
+                f"{int(address[index]) & ((1 << 64) - 1):#x} is not a generic address"
             )
         return space
 
@@ -132,6 +136,6 @@ def merge(lanes: Lanes, old: Array | None, target: Target, value: Array) -> Arra
     """A register after only the target's lanes got a value."""
     if target.who is None:
         return value
-    result = np.zeros(lanes.n, dtype=value.dtype) if old is None else np.broadcast_to(old, lanes.n).copy()
+    result = np.zeros(lanes.n, dtype=value.dtype) if old is None else spread(old, lanes.n).copy()
     result[target.who] = value
     return result

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .parser import Instruction
-from .scalars import Array
+from .scalars import Array, spread
 
 SECTOR = 32
 
@@ -165,10 +165,17 @@ def line_of(instruction: Instruction) -> LineCount:
 
 def distinct(keys: Array) -> int:
     """Number of different values."""
-    steps = np.diff(keys)
-    if (steps >= 0).all():
-        return int(np.count_nonzero(steps)) + 1
-    return len(np.unique(keys))
+    steps = keys[1:] - keys[:-1]
+    if len(steps) and steps.min() < 0:
+        keys = np.sort(keys)
+        steps = keys[1:] - keys[:-1]
+    return int(np.count_nonzero(steps)) + 1
+
+
+def runs(warp: Array) -> Array:
+    """Lengths of the runs of equal values; lanes come in order, so a warp's lanes are one run."""
+    ends = np.flatnonzero(warp[1:] != warp[:-1])
+    return np.diff(np.concatenate(([-1], ends, [len(warp) - 1])))
 
 
 class Meter:
@@ -180,37 +187,34 @@ class Meter:
         self.written = np.zeros(global_bytes // SECTOR + 1, dtype=np.bool_)
         self.table = np.zeros(0, dtype=np.int64)
 
-    def global_access(self, at: int, direction: str, warp: Array, flat: Array, width: int) -> None:
-        """`warp` and `flat` (byte offset) per active lane; `flat` may be one value for all."""
+    def global_access(self, at: int, direction: str, warp: Array, sizes: Array, flat: Array, width: int) -> None:
+        """`warp` per active lane and `sizes` lanes in each warp; `flat`, the byte offset, may be one for all."""
         line = self.lines[at]
         line.space, line.direction = "global", direction
-        count = len(warp)
         sector = flat // SECTOR
         if direction != "store":
             self.read[sector] = True
         if direction != "load":
             self.written[sector] = True
-        changes = np.flatnonzero(np.diff(warp)) + 1  # lanes come in order, so warps are runs
-        sizes = np.diff(np.concatenate(([0], changes, [count])))
         line.accesses += len(sizes)
-        line.bytes += count * width
+        line.bytes += len(warp) * width
         line.ideal_sectors += int(np.sum(-(-sizes * width // SECTOR)))
-        line.sectors += len(sizes) if len(sector) == 1 else distinct((warp.astype(np.int64) << 34) | sector)
+        line.sectors += len(sizes) if len(sector) == 1 else distinct((warp << 34) | sector)
 
-    def local_access(self, at: int, direction: str, warp: Array, width: int) -> None:
+    def local_access(self, at: int, direction: str, sizes: Array, width: int) -> None:
         line = self.lines[at]
         line.space, line.direction = "local", direction
-        line.accesses += distinct(warp)
-        line.bytes += len(warp) * width
+        line.accesses += len(sizes)
+        line.bytes += int(sizes.sum()) * width
 
-    def shared_access(self, at: int, direction: str, phase: Array, warp: Array, flat: Array, width: int) -> None:
+    def shared_access(self, at: int, direction: str, phase: Array, sizes: Array, flat: Array, width: int) -> None:
         """`phase` numbers the groups of lanes served together; `flat` is the byte offset of each lane's access."""
         line = self.lines[at]
         line.space, line.direction = "shared", direction
-        line.accesses += distinct(warp)
+        line.accesses += len(sizes)
         line.bytes += len(phase) * width
         words = max(width // 4, 1)
-        word = (np.broadcast_to(flat, phase.shape)[:, None] >> 2) + np.arange(words)
+        word = (spread(flat, len(phase))[:, None] >> 2) + np.arange(words)
         bank = (phase[:, None] << 5) | (word & 31)
         self.table = _grown(self.table, int(phase.max() + 1) << 5)
         self.table[bank] = word
@@ -232,7 +236,10 @@ def _grown(table: Array, size: int) -> Array:
 
 def _ways(phase: Array, word: Array) -> Array:
     """Per phase: the most distinct words that one bank has to deliver."""
-    keys = np.unique((phase.astype(np.int64)[:, None] << 34) | word)
-    bank, counts = np.unique((keys >> 34) * 32 + (keys & 31), return_counts=True)
-    _, first = np.unique(bank >> 5, return_index=True)
-    return np.maximum.reduceat(counts, first)
+    keys = np.sort(((phase[:, None] << 34) | word).ravel())
+    keys = keys[np.concatenate(([True], keys[1:] != keys[:-1]))]
+    load = np.bincount((keys >> 34 << 5) | (keys & 31))  # words that each bank of each phase delivers
+    worst = np.resize(load, -(-len(load) // 32) * 32)
+    worst[len(load) :] = 0
+    worst = worst.reshape(-1, 32).max(axis=1)
+    return worst[worst > 0]

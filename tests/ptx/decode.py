@@ -136,6 +136,8 @@ class Decoder:
         self.writes: list[int] = []
         self.ready: Ready | None = None
         self.used = _registers_read(program)
+        self.known = _registers_known(program)
+        self.resolved: set[str] = set()  # names of the current instruction that stood for a literal
 
     @property
     def position(self) -> int:
@@ -206,12 +208,12 @@ class Decoder:
         if handler is None:
             raise unknown(instruction, f"opcode {instruction.opcode!r}")
         self.instructions.append(instruction)
-        self.reads, self.writes = [], []
+        self.reads, self.writes, self.resolved = [], [], set()
         try:
             step = handler(self, instruction)
         except IndexError:
             raise unknown(instruction, f"{len(instruction.operands)} operands") from None
-        touched = {self.names[slot] for slot in (*self.reads, *self.writes)}
+        touched = {self.names[slot] for slot in (*self.reads, *self.writes)} | self.resolved
         for operand in instruction.operands if instruction.opcode != "call" else ():
             for name in register_names(operand):
                 if name not in touched and name in self.used and name not in CLOCKS:
@@ -271,6 +273,9 @@ class Decoder:
                 slot = self.slot(name, instruction)
                 self.reads.append(slot)
                 return slot, np.logical_not
+            case Reg(name) if name in self.known and not (is_float(kind) and isinstance(self.known[name], int)):
+                self.resolved.add(name)
+                return self.constant(self.known[name], kind), None
             case Reg(name):
                 slot = self.slot(name, instruction)
                 self.reads.append(slot)
@@ -306,6 +311,14 @@ class Decoder:
             R[slot] = convert(value)
 
         return plain if convert is None else converted
+
+    def literal(self, operand: Operand | None) -> int | None:
+        """The value of an integer operand that is known now."""
+        value = operand.value if isinstance(operand, Imm) else None
+        if isinstance(operand, Reg) and operand.name in self.known:
+            self.resolved.add(operand.name)
+            value = self.known[operand.name]
+        return value if isinstance(value, int) else None
 
     def is_used(self, operand: Operand | None) -> bool:
         """Whether some instruction reads this result."""
@@ -461,6 +474,21 @@ def _registers_read(program: Program) -> set[str]:
             if item.guard is not None:
                 read.add(item.guard.name)
     return read
+
+
+def _registers_known(program: Program) -> dict[str, int | float]:
+    """Registers that are set once, by moving a literal into them: compilers keep immediate operands there."""
+    counts: dict[str, int] = {}
+    values: dict[str, int | float] = {}
+    for item in program.code:
+        if not isinstance(item, Instruction) or not item.operands:
+            continue
+        for name in register_names(item.operands[0]):
+            counts[name] = counts.get(name, 0) + 1
+        match item:
+            case Instruction(opcode="mov", guard=None, operands=(Reg(name), Imm(value))):
+                values[name] = value
+    return {name: value for name, value in values.items() if counts[name] == 1}
 
 
 def unwritten(code: Code, at: int, R: Registers, names: list[str]) -> UnwrittenRead | None:

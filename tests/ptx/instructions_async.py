@@ -16,9 +16,9 @@ from .access import Address, Target
 from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
 from .instructions_memory import HINTS
 from .memory import PENDING, WRITTEN
-from .parser import Imm, Instruction
+from .parser import Instruction
 from .races import WRITE
-from .scalars import Array
+from .scalars import Array, spread
 
 if TYPE_CHECKING:
     from .machine import Lanes, Machine
@@ -49,18 +49,18 @@ def copy_async(d: Decoder, i: Instruction) -> Step:
         return waiting(d, i, 0, uncommitted=True)
     if m.flag("wait_group"):
         m.done()
-        if not isinstance(i.operands[0], Imm):
-            raise unknown(i, "a group count in a register")
-        return waiting(d, i, int(i.operands[0].value), uncommitted=False)
+        pending = d.literal(i.operands[0])
+        if pending is None:
+            raise unknown(i, "a group count that is not constant")
+        return waiting(d, i, pending, uncommitted=False)
     policy = m.one_of(("ca", "cg"))
     shared, source_space = m.one_of(("shared", "shared::cta")), m.flag("global")
     while m.one_of(tuple(HINTS)):
         pass
     m.done()
-    size = i.operands[2]
-    if not policy or not shared or not source_space or not isinstance(size, Imm) or len(i.operands) > 4:
+    width = d.literal(i.operands[2])
+    if not policy or not shared or not source_space or width is None or len(i.operands) > 4:
         raise unknown(i, "this form")
-    width = int(size.value)
     if width not in ((16,) if policy == "cg" else (4, 8, 16)):
         raise unknown(i, f"{width} bytes")
     return issue(d, i, width)
@@ -77,7 +77,7 @@ def issue(d: Decoder, i: Instruction, width: int) -> Step:
         machine = lanes.machine
         taking = mask(R)
         for to in destination.targets(lanes, R, taking):
-            flat = np.broadcast_to(to.locate(width), to.count)
+            flat = spread(to.locate(width), to.count)
             to.memory.check(lanes, i, flat, width, to.who, reading=False)
             data = np.zeros((to.count, width), dtype=np.uint8)
             (origin,) = source.targets(lanes, R, taking)
@@ -99,7 +99,7 @@ def fetch(origin: Target, chosen: Array, amount: int, width: int, data: Array, a
         return
     lanes = origin.lanes
     who = chosen if origin.who is None else origin.who[chosen]
-    part = Target(lanes, origin.instruction, "global", np.broadcast_to(origin.offset, origin.count)[chosen], who)
+    part = Target(lanes, origin.instruction, "global", spread(origin.offset, origin.count)[chosen], who)
     whole = amount == width
     flat = part.locate(width if whole else 1)
     word = min(width, 8) if whole else 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from .decode import CLOCKS, Decoder, Modifiers, Registers, Step, handles, unknown
 from .floats import compare, flush
-from .parser import Imm, Instruction, Operand, Pair, Reg, Vec
+from .parser import Instruction, Operand, Pair, Reg, Vec
 from .scalars import UNSIGNED, Array, dtype_of, is_signed, size_of, unsigned
 
 CARRY = "%carry"  # the condition code of add.cc and its kin
@@ -244,9 +244,9 @@ def shift(d: Decoder, i: Instruction) -> Step:
     operation = np.left_shift if i.opcode == "shl" else np.right_shift
     kind = bits_of(kind) if i.opcode == "shl" or not is_signed(kind) else kind
     dtype = dtype_of(kind)
-    amount = i.operands[2]
-    if isinstance(amount, Imm):
-        count = int(amount.value) & 0xFFFFFFFF
+    amount = d.literal(i.operands[2])
+    if amount is not None:
+        count = amount & 0xFFFFFFFF
         if count >= bits and not is_signed(kind):
             return d.pure(i, np.zeros_like, kind, [kind], i.operands[1:2])
         constant = dtype.type(min(count, bits - 1))
@@ -287,10 +287,10 @@ def three_input_logic(d: Decoder, i: Instruction) -> Step:
     m = Modifiers(i)
     kind = integer_kind(m, {"b32"})
     m.done()
-    table = i.operands[4]
-    if not isinstance(table, Imm):
-        raise unknown(i, "a lookup table in a register")
-    rows = [row for row in range(8) if int(table.value) >> row & 1]
+    table = d.literal(i.operands[4])
+    if table is None:
+        raise unknown(i, "a lookup table that is not constant")
+    rows = [row for row in range(8) if table >> row & 1]
 
     def lookup(a: Array, b: Array, c: Array) -> Array:
         result = np.zeros(1, dtype=np.uint32)
@@ -308,6 +308,9 @@ def permute_bytes(d: Decoder, i: Instruction) -> Step:
     m = Modifiers(i)
     kind = integer_kind(m, {"b32"})
     m.done()
+    pattern = d.literal(i.operands[3])
+    if pattern is not None and not pattern & 0x8888:
+        return d.pure(i, permute_by(pattern), kind, [kind] * 2, i.operands[1:3])
 
     def permute(a: Array, b: Array, selector: Array) -> Array:
         both = (b.astype(np.uint64) << np.uint64(32)) | a
@@ -320,6 +323,28 @@ def permute_bytes(d: Decoder, i: Instruction) -> Step:
         return result.astype(np.uint32)
 
     return d.pure(i, permute, kind, [kind] * 3)
+
+
+def permute_by(selector: int) -> Callable[[Array, Array], Array]:
+    """A permutation known in advance: bytes that move by the same distance move together."""
+    moves: dict[tuple[int, int], int] = {}  # (source word, bytes to the left) -> mask of the result
+    for n in range(4):
+        byte = selector >> 4 * n & 7
+        key = byte // 4, n - byte % 4
+        moves[key] = moves.get(key, 0) | 0xFF << 8 * n
+
+    def permute(a: Array, b: Array) -> Array:
+        result: Array | None = None
+        for (word, left), mask in moves.items():
+            part = (a, b)[word]
+            if left:
+                part = part << np.uint32(8 * left) if left > 0 else part >> np.uint32(-8 * left)
+            part = part & np.uint32(mask)
+            result = part if result is None else result | part
+        assert result is not None
+        return result
+
+    return permute
 
 
 @handles("popc")

@@ -13,7 +13,7 @@ from .floats import decode, encode
 from .instructions_float import by_halves
 from .instructions_integer import bits_of
 from .parser import Instruction, Operand, Vec
-from .scalars import Array, dtype_of, is_signed, size_of
+from .scalars import Array, dtype_of, is_signed, size_of, spread
 
 if TYPE_CHECKING:
     from .machine import Lanes
@@ -198,7 +198,7 @@ def atomic(d: Decoder, i: Instruction) -> Step:
             target.memory.check(lanes, i, flat, word, target.who, reading=True)
             target.observe(at, "atomic", flat, word)
             data = target.memory.data_words[word].view(dtype)
-            index = np.broadcast_to(flat // word, target.count)
+            index = spread(flat // word, target.count)
             arguments = [target.each(value(R)) for value in values]
             if result is None and isinstance(update, np.ufunc):
                 update.at(data, index, arguments[0])

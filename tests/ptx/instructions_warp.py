@@ -10,7 +10,7 @@ import numpy as np
 from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
 from .errors import ParticipationError
 from .memory import instruction_text
-from .parser import Imm, Instruction, Operand, Pair
+from .parser import Instruction, Operand, Pair
 from .scalars import Array, dtype_of
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def fail(lanes: Lanes, i: Instruction, bad: Array, why: str) -> ParticipationError:
-    first = int(np.flatnonzero(np.broadcast_to(bad, lanes.n))[0])
+    first = int(np.flatnonzero(lanes.spread(bad))[0])
     return ParticipationError(f"{lanes.where(first)}: {instruction_text(i)}: {why}")
 
 
@@ -46,9 +46,9 @@ def barrier(d: Decoder, i: Instruction) -> Step:
         arguments, reduce = list(i.operands[1:-1]), _block_reduction(d, i, operation, kind)
     else:
         raise unknown(i, "this form")
-    counts = [int(a.value) for a in arguments[1:] if isinstance(a, Imm)]
-    if len(counts) != len(arguments[1:]) or len(arguments) > 2:
-        raise unknown(i, "a thread count in a register")
+    counts = [d.literal(a) for a in arguments[1:]]
+    if None in counts or len(arguments) > 2:
+        raise unknown(i, "a thread count that is not constant")
     d.ready = _whole_blocks
 
     def step(lanes: Lanes, R: Registers) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .counters import Meter, line_of
+from .counters import Meter, line_of, runs
 from .decode import Code, Decoded, Registers, unwritten
 from .errors import BarrierError, ParticipationError, PtxError, Timeout, Trap
 from .memory import GlobalSpace, Space, instruction_text
 from .races import RaceLog
-from .scalars import Array
+from .scalars import Array, spread
 
 WARP = 32
 Dim3 = tuple[int, int, int]
@@ -50,8 +50,13 @@ class Lanes:
         return self.lanes // self.machine.lanes_per_block
 
     @cached_property
+    def warp_sizes(self) -> Array:
+        """(warps,) how many lanes of each warp that takes part."""
+        return runs(self.warp)
+
+    @property
     def num_warps(self) -> int:
-        return int(np.count_nonzero(np.diff(self.warp))) + 1
+        return len(self.warp_sizes)
 
     @cached_property
     def active(self) -> Array:
@@ -75,7 +80,7 @@ class Lanes:
 
     def spread(self, value: Array) -> Array:
         """One value per lane."""
-        return np.broadcast_to(value, self.n)
+        return spread(value, self.n)
 
     def where(self, index: int) -> str:
         return self.machine.where(int(self.lanes[index]))
@@ -223,7 +228,7 @@ class Machine:
 
     def choose(self) -> tuple[Lanes, Code, int] | None:
         """The next group, its block, and the position before which it may run on without looking again."""
-        places = np.unique(self.pc)
+        places = np.flatnonzero(np.bincount(self.pc))
         for order, place in enumerate(places):
             if place == self.exit:
                 break
@@ -235,7 +240,7 @@ class Machine:
                 if not ready.any():
                     continue
                 if not ready.all():
-                    lanes = self.group(members[np.broadcast_to(ready, members.shape)])
+                    lanes = self.group(members[lanes.spread(ready)])
             horizon = int(places[order + 1]) if order + 1 < len(places) else self.exit
             return lanes, code, horizon
         if places[0] == self.exit:
@@ -260,10 +265,8 @@ class Machine:
             common = self.R[slot]
             if common is None:
                 common = np.zeros(self.num_lanes, dtype=value.dtype)
-            elif len(common) != self.num_lanes or not common.flags.writeable:
-                common = np.broadcast_to(common, self.num_lanes).copy()
             else:
-                common = common.copy()  # other registers may share the array
+                common = spread(common, self.num_lanes).copy()  # other registers may share the array
             common[lanes.lanes] = value
             self.R[slot] = common
 
@@ -319,7 +322,7 @@ class Machine:
             if (index >= len(table)).any():
                 raise Trap(f"{lanes.where(0)}: {instruction_text(end)}: index outside the table")
             chosen = table[index]
-            return int(chosen[0]) if (chosen == chosen[0]).all() else np.broadcast_to(chosen, lanes.n)
+            return int(chosen[0]) if (chosen == chosen[0]).all() else lanes.spread(chosen)
         taken = code.targets[0] if code.targets else self.exit
         if code.guard is None:
             return taken

@@ -27,6 +27,7 @@ SHARED_WINDOW, LOCAL_WINDOW, GLOBAL_WINDOW = 1, 2, 0x7F
 GLOBAL_BASE = GLOBAL_WINDOW << WINDOW_BITS
 GUARD = 256  # bytes of no-man's-land between global allocations
 
+_SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}
 _WORDS = {width: np.dtype(f"u{width}") for width in (1, 2, 4, 8)}
 _PATTERNS = {
     (state, width): _WORDS[width].type(int.from_bytes(bytes([state]) * width, "little"))
@@ -52,14 +53,11 @@ class Space:
         self, lanes: Lanes, instruction: Instruction, offset: Array, width: int, who: Array | None, base: Array | None
     ) -> Array:
         """Flat positions of an access of `width` bytes at `offset` (int64, in the segment) by the lanes `who`."""
-        low, high = offset.min(), offset.max()
-        if low < 0 or high > self.segment_bytes - width:
+        if int(offset.view(np.uint64).max()) > self.segment_bytes - width:  # negative offsets are huge ones
             bad = (offset < 0) | (offset > self.segment_bytes - width)
             raise self.fault(OutOfBounds, lanes, instruction, who, bad, offset, width)
-        if width > 1:
-            crooked = offset & (width - 1)
-            if crooked.any():
-                raise self.fault(Misaligned, lanes, instruction, who, crooked != 0, offset, width)
+        if int(np.bitwise_or.reduce(offset)) & (width - 1):
+            raise self.fault(Misaligned, lanes, instruction, who, offset & (width - 1) != 0, offset, width)
         return offset if base is None else offset + base
 
     def read(
@@ -67,7 +65,7 @@ class Space:
     ) -> list[Array]:
         """`count` words of `word` bytes each, as unsigned integers; every byte must have been written."""
         self.check(lanes, instruction, flat, word * count, who, reading=True)
-        data, index = self.data_words[word], flat // word
+        data, index = self.data_words[word], flat >> _SHIFTS[word]
         return [data[index + k] if k else data[index] for k in range(count)]
 
     def write(
@@ -75,7 +73,7 @@ class Space:
     ) -> None:
         """Store unsigned words; where lanes collide, the last one wins."""
         self.check(lanes, instruction, flat, word * len(values), who, reading=False)
-        data, state, index = self.data_words[word], self.state_words[word], flat // word
+        data, state, index = self.data_words[word], self.state_words[word], flat >> _SHIFTS[word]
         for k, value in enumerate(values):
             data[index + k] = value
             state[index + k] = _PATTERNS[WRITTEN, word]
@@ -90,9 +88,12 @@ class Space:
         self, lanes: Lanes, instruction: Instruction, flat: Array, width: int, who: Array | None, reading: bool
     ) -> None:
         word = min(width, 8)
+        index = flat >> _SHIFTS[word]
         for part in range(width // word):
-            state = self.state_words[word][flat // word + part]
+            state = self.state_words[word][index + part if part else index]
             good = state == _PATTERNS[WRITTEN, word]
+            if not reading and not good.all():
+                good |= state == _PATTERNS[UNWRITTEN, word]
             if not good.all():
                 self.explain(lanes, instruction, flat + part * word, word, who, reading)
 
@@ -119,7 +120,7 @@ class Space:
         at: Array,
         width: int,
     ) -> PtxError:
-        first = int(np.flatnonzero(np.broadcast_to(bad, at.shape))[0])
+        first = int(np.flatnonzero(bad)[0])
         lane = first if who is None else int(who[min(first, len(who) - 1)])
         position = int(at[first])
         what = {
@@ -183,6 +184,8 @@ class GlobalSpace(Space):
         self.state[start : start + allocation.size] = ABSENT
 
     def describe(self, position: int) -> str:
+        if not 0 <= position < self.segment_bytes:
+            return f"address {GLOBAL_BASE + position & 0xFFFFFFFFFFFFFFFF:#x}"
         before = [a for a in self.allocations.values() if a.start <= position]
         nearest = max(before, key=lambda a: a.start, default=None)
         address = f"address {GLOBAL_BASE + position:#x}"

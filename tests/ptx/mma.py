@@ -13,6 +13,7 @@ terms and truncate, so the hardware's last bits differ; a kernel's error bound m
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +23,13 @@ from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
 from .floats import decode, encode
 from .instructions_warp import whole_warps
 from .parser import Instruction, Operand, Vec
-from .scalars import Array
+from .scalars import Array, spread
 
 if TYPE_CHECKING:
     from .machine import Lanes
 
 ELEMENTS = {"tf32": 1, "f16": 2, "bf16": 2, "s8": 4, "u8": 4, "e4m3": 4, "e5m2": 4}
+BITS = {1: np.dtype(np.uint32), 2: np.dtype(np.uint16), 4: np.dtype(np.uint8)}  # by elements per register
 DEPTHS = {1: (4, 8), 2: (8, 16), 4: (16, 32)}  # K of m16n8kK by elements per register
 
 LANE = np.arange(32)
@@ -95,16 +97,17 @@ def multiply_accumulate(d: Decoder, i: Instruction) -> Step:
     stores = [d.store(item, c_kind, i) for item in registers_of(d, i, i.operands[0], c_count)]
 
     def step(lanes: Lanes, R: Registers) -> None:
-        a = elements_of([lanes.spread(value(R)) for value in a_values], a_type)[:, a_place]
-        b = elements_of([lanes.spread(value(R)) for value in b_values], b_type)[:, b_place]
+        a = elements_of([lanes.spread(value(R)) for value in a_values], a_type, a_place)
+        b = elements_of([lanes.spread(value(R)) for value in b_values], b_type, b_place)
         c = [lanes.spread(value(R)).reshape(-1, 32) for value in c_values]
         if result == "f16":
             c = [decode((word >> np.uint32(16 * half)).astype(np.uint16), "f16") for word in c for half in (0, 1)]
-        product = np.matmul(a, b)
-        outcome = []
-        for n, accumulator in enumerate(c):
-            exact = product[:, GROUP + 8 * (n // 2), 2 * THREAD + n % 2] + accumulator
-            outcome.append(exact.reshape(-1))
+        # Rows and columns as (2, g), (t, 2): C's value n of lane (g, t) is product[:, n // 2, g, t, n % 2].
+        product = np.matmul(a, b).reshape(-1, 2, 8, 4, 2)
+        outcome = [
+            (product[:, n // 2, :, :, n % 2].reshape(-1, 32) + accumulator).reshape(-1)
+            for n, accumulator in enumerate(c)
+        ]
         if integer:
             whole = [exact.astype(np.int64) for exact in outcome]
             outcome = [(np.clip(x, -(2**31), 2**31 - 1) if saturate else x).astype(np.int32) for x in whole]
@@ -119,16 +122,25 @@ def multiply_accumulate(d: Decoder, i: Instruction) -> Step:
     return step
 
 
-def elements_of(registers: list[Array], kind: str) -> Array:
-    """(warps, registers * 32 * elements) float64 values of a fragment held as 32-bit registers, one per lane."""
-    words = np.stack([register.reshape(-1, 32) for register in registers], axis=1)
-    words = np.ascontiguousarray(words).reshape(len(words), -1)
+def elements_of(registers: list[Array], kind: str, place: Array) -> Array:
+    """(warps, *place.shape) float64: a fragment held as 32-bit registers, one per lane, as a matrix."""
+    words = np.empty((len(registers[0]) // 32, len(registers), 32), dtype=np.uint32)
+    for n, register in enumerate(registers):
+        words[:, n] = register.reshape(-1, 32)
+    bits = words.reshape(len(words), -1).view(BITS[ELEMENTS[kind]]).take(place, axis=1)
     if kind == "tf32":
-        return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+        return (bits & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    return values_of(kind)[bits]  # type: ignore[no-any-return]
+
+
+@cache
+def values_of(kind: str) -> Array:
+    """float64 values of all codes of an 8- or 16-bit type."""
+    codes = np.arange(1 << 32 // ELEMENTS[kind]).astype(BITS[ELEMENTS[kind]])
     if kind in ("s8", "u8"):
-        return words.view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
-    bits = words.view(np.uint16 if ELEMENTS[kind] == 2 else np.uint8)
-    return decode(bits, kind).astype(np.float64)
+        return codes.view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return decode(codes, kind).astype(np.float64)
 
 
 # --- moving 8x8 matrices of 16-bit elements -----------------------------------------------------------------------
@@ -155,7 +167,7 @@ def rows_target(lanes: Lanes, R: Registers, address: Address, count: int) -> Tar
     mask = np.zeros(lanes.n, dtype=np.bool_)
     mask[who] = True
     (target,) = address.targets(lanes, R, mask)
-    offset = np.broadcast_to(target.offset, len(who))
+    offset = spread(target.offset, len(who))
     return Target(lanes, target.instruction, target.space, offset, who)
 
 

@@ -60,3 +60,8 @@ def is_float(ptx_type: str) -> bool:
 
 def is_signed(ptx_type: str) -> bool:
     return ptx_type.startswith("s")
+
+
+def spread(values: Array, count: int) -> Array:
+    """One value per lane, of an array that may hold one for all."""
+    return values if len(values) == count else np.broadcast_to(values, count)
