@@ -149,10 +149,12 @@ class Server:
         # The descriptor signals edges: whatever touched the socket since may have swallowed one.
         if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return 0.0
-        dues = [self._timers.next_due, self._engine.wake_at, self._stop_at, self._audit_due]
+        dues = [self._timers.next_due, self._engine.wake_at, self._stop_at]
         now = time.monotonic()
         if self._clients.has_slow:
             dues.append(now + self._slow_retry_s)
+        if self._engine.idle:
+            dues.append(self._audit_due)
         due = min((due for due in dues if due is not None), default=None)
         return None if due is None else max(0.0, due - now)
 
