@@ -72,7 +72,8 @@ class Journal:
         self._identity, self._boot_id = dict(identity), boot_id
         self._file = JournalFile(path, sync=sync)
         self._entries: dict[int, _Entry] = {}
-        self._finished: dict[int, float] = {}  # key: when, oldest first
+        self._ended: list[int] = []  # finished since the last commit
+        self._finished: dict[int, float] = {}  # key: when it was committed, oldest first
         self._pending = bytearray()  # events to write at the next commit
         self._live_bytes = 0  # of all entries
         self._next_key = 1
@@ -82,7 +83,8 @@ class Journal:
     # ---- what happens to requests
 
     def accept(self, uid: int, submit: Submit, num_samples: int, seed: int, arrival: float, wall: float) -> int:
-        """A request is taken: the key to speak of it. Raises Busy if there is no room; then nothing is kept."""
+        """A request is taken, and written when this returns: the key to speak of it. Raises Busy if there is no room;
+        then nothing is kept."""
         event = pack(Accept(self._next_key, uid, submit, num_samples, seed, arrival, wall))
         if not self._make_room(len(event)):
             raise Busy(
@@ -93,6 +95,7 @@ class Journal:
         key, self._next_key = self._next_key, self._next_key + 1
         self._entries[key] = _Entry(bytearray(), set(range(num_samples)))
         self._note(key, event)
+        self.commit(arrival)
         return key
 
     def tokens(self, key: int, batch: TokenBatch) -> None:
@@ -106,7 +109,7 @@ class Journal:
         else:
             entry.incomplete = True
 
-    def end(self, key: int, finished: Finished, now: float) -> None:
+    def end(self, key: int, finished: Finished) -> None:
         """A sample has its last message."""
         entry = self._entries.get(key)
         if entry is None:
@@ -118,17 +121,14 @@ class Journal:
             return
         self._note(key, pack(End(key, finished)))
         if not entry.unfinished:
-            self._finished[key] = now
-
-    def forget(self, key: int) -> None:
-        """Nobody can ask for the request any more. Nothing if that is known."""
-        if key in self._entries:
-            self._forget(key)
+            self._ended.append(key)
 
     def commit(self, now: float) -> None:
         """Write what was said since the last time, and clean up. Call it before anybody is told of it."""
+        self._finished.update(dict.fromkeys(self._ended, now))
+        self._ended.clear()
         for key, since in list(self._finished.items()):
-            if now - since < self.grace_s:
+            if since + self.grace_s > now:
                 break
             self._forget(key)
         if self._suspended:
@@ -140,8 +140,9 @@ class Journal:
 
     @property
     def wake_at(self) -> float | None:
-        """When `commit` is due although nothing happens (monotonic seconds)."""
-        return next((since + self.grace_s for since in self._finished.values()), None)
+        """When `commit` is due although nothing happens (monotonic seconds): once for all that is finished."""
+        last = next(reversed(self._finished.values()), None)
+        return None if last is None else last + self.grace_s
 
     def stats(self) -> dict[str, object]:
         """For `stats`: plain values."""

@@ -42,19 +42,23 @@ def some_history(path: Path) -> list[tuple[int, State]]:
         history.commit()
         points.append((path.stat().st_size, history.written))
 
-    first, second = history.accept([1, 2, 3]), history.accept([5], n=2, uid=0)
-    commit()
+    def accept(prompt: list[int], n: int, uid: int) -> int:
+        key = history.accept(prompt, n, uid)
+        points.append((path.stat().st_size, history.written))
+        return key
+
+    first, second = accept([1, 2, 3], 1, 1000), accept([5], 2, 0)
     history.tokens(first, 0, [9])
     history.tokens(second, 1, [8, 7], logprobs=True)
     commit()
     history.end(second, 1)
-    third = history.accept([4] * 20)
+    third = accept([4] * 20, 1, 1000)
     history.tokens(first, 0, [10])
     commit()
     history.end(first, 0, "cancelled")
     history.tokens(second, 0, [2**31 - 1], logprobs=True)
     commit()
-    history.forget(first)
+    history.now += GRACE_S
     history.tokens(third, 0, [6])
     commit()
     history.journal.close()
@@ -134,11 +138,6 @@ class JournalMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, reason: str) -> None:
         self.history.end(*data.draw(st.sampled_from(self.unfinished())), reason)
 
-    @precondition(lambda self: self.history.said)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        self.history.forget(data.draw(st.sampled_from(sorted(self.history.said))))
-
     @rule(seconds=st.sampled_from([0.0, 1.0, GRACE_S]))
     def commit(self, seconds: float) -> None:
         self.history.now += seconds
@@ -196,7 +195,6 @@ def test_compaction_keeps_exactly_what_is_alive(path: Path) -> None:
 def test_a_commit_is_one_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = started(path)
     keys = [history.accept([1]) for _ in range(8)]
-    history.commit()
     calls: list[int] = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: calls.append(len(data)) or write(fd, data))

@@ -33,6 +33,7 @@ class History:
         self.said: State = {}
         self.written: State = {}
         self.now = 0.0
+        self._ended: list[int] = []
         self._finished_at: dict[int, float] = {}
 
     def accept(self, prompt: list[int], n: int = 1, uid: int = 1000) -> int:
@@ -40,6 +41,7 @@ class History:
         key = self.journal.accept(uid, submit, n, seed=2**64 - 1, arrival=self.now, wall=self.now)
         accept = Accept(key, uid, submit, n, 2**64 - 1, self.now, self.now)
         self.said[key] = KnownRequest(accept, [KnownSample() for _ in range(n)])
+        self._committed()
         return key
 
     def tokens(self, key: int, sample: int, token_ids: list[int], *, logprobs: bool = False) -> None:
@@ -58,21 +60,21 @@ class History:
         known = self.said[key]
         usage = Usage(1, len(known.samples[sample].token_ids))
         finished = Finished(7, known.accept.submit.request_id, sample, reason, usage, "tail")
-        self.journal.end(key, finished, self.now)
+        self.journal.end(key, finished)
         known.samples[sample].finished = finished
         if known.done:
-            self._finished_at[key] = self.now
-
-    def forget(self, key: int) -> None:
-        self.journal.forget(key)
-        self.said.pop(key)
-        self._finished_at.pop(key, None)
+            self._ended.append(key)
 
     def commit(self) -> None:
+        self.journal.commit(self.now)
+        self._committed()
+
+    def _committed(self) -> None:
+        self._finished_at.update(dict.fromkeys(self._ended, self.now))
+        self._ended.clear()
         for key, since in list(self._finished_at.items()):
             if self.now - since >= GRACE_S:
                 del self.said[key], self._finished_at[key]
-        self.journal.commit(self.now)
         self.written = _copy(self.said)
 
     def restart(self, path: Path) -> None:
@@ -81,6 +83,7 @@ class History:
         self.journal, found = recovered(path, self.now)
         self.said = found.requests
         self.written = _copy(self.said)
+        self._ended = []
         self._finished_at = dict.fromkeys((key for key, known in self.said.items() if known.done), self.now)
 
 
