@@ -26,6 +26,7 @@ _BY_VALUE = 16  # steps by value before the search halves the remaining float32 
 _MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
 _INFINITY_KEY = np.int32(0x7F800000)
 _NO_KEY, _EVERY_KEY = np.int32(-0x80000000), np.int32(0x7FFFFFFF)  # below and above the key of every number
+_BY_COUNT, _BY_WEIGHT = np.int64(0), np.int64(1)  # typed: Numba compiles anew for each plain constant passed
 _ZERO = np.float32(0.0)
 _HALF = np.float32(0.5)
 _NO_WEIGHT = np.float32(-29.0)  # exp(-29) * 2**40 rounds to 0
@@ -51,6 +52,18 @@ _ROUND_64_BITS = np.int64(0x4338000000000000)
 def spare_floats(vocab_size: int) -> int:
     """float32 entries of `spare`: three arrays for an eighth of the row, with room for one more."""
     return 3 * (vocab_size // 8 + FEW + 1)
+
+
+@kernel
+def num_blocks(size: int) -> int:
+    """Blocks in a row of `size` columns."""
+    return (size + BLOCK - 1) // BLOCK
+
+
+@kernel
+def columns(block: int, size: int) -> range:
+    """The columns of a block, unsigned: Numba then leaves out Python's negative indices, and LLVM can vectorise."""
+    return range(np.uint64(block * BLOCK), np.uint64(min((block + 1) * BLOCK, size)))
 
 
 @kernel
@@ -96,36 +109,34 @@ def _integer_weight(x: float) -> int:
 @kernel
 def peak(row: Float32, block_max: Float32) -> tuple[int, bool]:
     """(index of the first maximum, row is usable); fills `block_max`. Unusable: NaN, +inf or nothing above -inf."""
-    best, best_start, lowest = _NO_KEY, 0, _EVERY_KEY
+    best, best_block, lowest = _NO_KEY, 0, _EVERY_KEY
     for b in range(len(block_max)):
-        start = b * BLOCK
         high, low = _NO_KEY, _EVERY_KEY
-        for i in range(start, min(start + BLOCK, len(row))):
+        for i in columns(b, len(row)):
             key = _key(row[i])
             high = max(high, key)
             low = min(low, key)
         lowest = min(lowest, low)
         block_max[b] = _from_key(high)
         if high > best:
-            best, best_start = high, start
+            best, best_block = high, b
     if best >= _INFINITY_KEY or best <= -_INFINITY_KEY or lowest < -_INFINITY_KEY:
         return -1, False
-    index = best_start
-    while _key(row[index]) != best:
-        index += 1
-    return index, True
+    for i in columns(best_block, len(row)):
+        if _key(row[i]) == best:
+            return np.int64(i), True
+    return -1, False
 
 
 @kernel
-def log_total(row: Float32, maximum: float, spare: Float32) -> float:
-    """log(sum(exp(row - maximum))) as float64."""
+def log_total(row: Float32, maximum: float, weights: Float32) -> float:
+    """log(sum(exp(row - maximum))) as float64; fills `weights`."""
     total = 0
-    for start in range(0, len(row), FEW):
-        part = row[start : start + FEW]
-        for i in range(len(part)):  # apart from the sum, so that it runs at the vector width of float32
-            spare[i] = _weight(part[i] - maximum)
-        for i in range(len(part)):
-            total += _rounded(spare[i])
+    for b in range(num_blocks(len(row))):
+        for i in columns(b, len(row)):  # apart from the sum, so that it runs at the vector width of float32
+            weights[i] = _weight(row[i] - maximum)
+        for i in columns(b, len(row)):
+            total += _rounded(weights[i])
     return math.log(total / _WEIGHT_ONE)
 
 
@@ -148,12 +159,10 @@ def _above(scaled: Float32, weights: Float32, block_max: Float32, threshold: flo
     count, weight = 0, 0
     for b in range(len(block_max)):
         if block_max[b] > threshold:
-            x = scaled[b * BLOCK : (b + 1) * BLOCK]
-            w = weights[b * BLOCK : (b + 1) * BLOCK]
-            for i in range(len(x)):
-                mask = -np.int64(x[i] > threshold)
+            for i in columns(b, len(scaled)):
+                mask = -np.int64(scaled[i] > threshold)
                 count -= mask
-                weight += mask & _rounded(w[i])
+                weight += mask & _rounded(weights[i])
     return count, weight
 
 
@@ -165,7 +174,7 @@ def _search(
     floor: float,
     floor_count: int,
     goal: int,
-    by_weight: bool,
+    by_weight: int,
     spare: Float32,
 ) -> tuple[float, int]:
     """(threshold, ties) of the fewest best candidates whose count, or weight, reaches `goal`.
@@ -179,12 +188,12 @@ def _search(
     if count >= room:
         return high, _ties(high, goal, by_weight)
     _gather(scaled, block_max, low, high, inner)
-    inner, inner_max = inner[:count], inner_max[: -(-count // BLOCK)]
+    inner, inner_max = inner[:count], inner_max[: num_blocks(count)]
     for i in range(count):
         inner_weights[i] = _weight(inner[i])
     for b in range(len(inner_max)):
         inner_max[b] = high  # inner blocks are not told apart
-    low, high, count, goal = _narrow(inner, inner_weights, inner_max, low, high, count, goal, by_weight, FEW)
+    low, high, count, goal = _narrow(inner, inner_weights, inner_max, low, high, count, goal, by_weight, np.int64(FEW))
     if count > FEW:
         return high, _ties(high, goal, by_weight)
     few = inner_weights
@@ -202,7 +211,7 @@ def _narrow(
     high: float,
     count: int,
     goal: int,
-    by_weight: bool,
+    by_weight: int,
     enough: int,
 ) -> tuple[float, float, int, int]:
     """(low, high, count, goal): halve low < scaled <= high, which holds `count` candidates and the last one needed.
@@ -227,7 +236,7 @@ def _narrow(
 
 
 @kernel
-def _ties(value: float, goal: int, by_weight: bool) -> int:
+def _ties(value: float, goal: int, by_weight: int) -> int:
     """How many candidates scaled to `value` reach `goal`."""
     unit = _integer_weight(value) if by_weight else 1
     return (goal + unit - 1) // unit
@@ -239,10 +248,9 @@ def _gather(scaled: Float32, block_max: Float32, low: float, high: float, kept: 
     size = 0
     for b in range(len(block_max)):
         if block_max[b] > low:
-            x = scaled[b * BLOCK : (b + 1) * BLOCK]
-            for i in range(len(x)):  # no branch: which values are kept cannot be foreseen
-                kept[size] = x[i]
-                size += np.int64(x[i] > low) & np.int64(x[i] <= high)
+            for i in columns(b, len(scaled)):  # no branch: which values are kept cannot be foreseen
+                kept[size] = scaled[i]
+                size += np.int64(scaled[i] > low) & np.int64(scaled[i] <= high)
 
 
 @kernel
@@ -257,7 +265,7 @@ def _sort_descending(values: Float32) -> None:
 
 
 @kernel
-def _walk(values: Float32, floor: float, goal: int, by_weight: bool) -> tuple[float, int]:
+def _walk(values: Float32, floor: float, goal: int, by_weight: int) -> tuple[float, int]:
     """(threshold, ties) of the fewest of `values`, largest first, that reach `goal`; all above `floor` if none do."""
     i = 0
     while i < len(values):
@@ -295,15 +303,15 @@ def _keep_best(
     threshold, ties = _NO_WEIGHT, 0
     count, total = _above(scaled, weights, block_max, threshold)
     if 0 < top_k < count:
-        threshold, ties = _search(scaled, weights, block_max, threshold, count, top_k, False, spare)
+        threshold, ties = _search(scaled, weights, block_max, threshold, count, np.int64(top_k), _BY_COUNT, spare)
         count, total = _above(scaled, weights, block_max, threshold)
     if top_p < _ONE:
         everything = total + ties * _integer_weight(threshold)
         goal = max(1, np.int64(math.ceil(np.float64(top_p) * np.float64(everything))))
         if total >= goal:
-            threshold, ties = _search(scaled, weights, block_max, threshold, count, goal, True, spare)
+            threshold, ties = _search(scaled, weights, block_max, threshold, count, goal, _BY_WEIGHT, spare)
         else:
-            ties = _ties(threshold, goal - total, True)
+            ties = _ties(threshold, goal - total, _BY_WEIGHT)
     return threshold, ties
 
 
@@ -320,29 +328,26 @@ def find(
     for b in range(len(block_max)):
         if block_max[b] < threshold:
             continue
-        x = scaled[b * BLOCK : (b + 1) * BLOCK]
-        w = weights[b * BLOCK : (b + 1) * BLOCK]
         weight, tied = 0, 0
-        for i in range(len(x)):
-            weight += -np.int64(x[i] > threshold) & _rounded(w[i])
-            tied += np.int64(x[i] == threshold)
+        for i in columns(b, len(scaled)):
+            weight += -np.int64(scaled[i] > threshold) & _rounded(weights[i])
+            tied += np.int64(scaled[i] == threshold)
         tied = min(tied, ties)
         if total + weight + tied * tied_weight > point:
-            return _find_in_block(scaled, weights, threshold, ties, point - total, b * BLOCK), point
+            return _find_in_block(scaled, weights, threshold, ties, point - total, b), point
         ties -= tied
         total += weight + tied * tied_weight
     return -1, total
 
 
 @kernel
-def _find_in_block(scaled: Float32, weights: Float32, threshold: float, ties: int, point: int, start: int) -> int:
-    """`find` from column `start` on, one by one; the caller knows that it ends."""
-    i = start - 1
-    while point >= 0:
-        i += 1
-        if scaled[i] > threshold:
+def _find_in_block(scaled: Float32, weights: Float32, threshold: float, ties: int, point: int, block: int) -> int:
+    """`find` within one block, whose weights exceed `point`."""
+    for i in columns(block, len(scaled)):
+        tied = scaled[i] == threshold and ties > 0
+        ties -= tied
+        if tied or scaled[i] > threshold:
             point -= _rounded(weights[i])
-        elif scaled[i] == threshold and ties > 0:
-            ties -= 1
-            point -= _rounded(weights[i])
-    return i
+            if point < 0:
+                return np.int64(i)
+    return -1

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .candidates import BLOCK, Float32, find, keep, log_total, peak, scale, spare_floats
+from .candidates import BLOCK, Float32, columns, find, keep, log_total, num_blocks, peak, scale, spare_floats
 from .jit import entry_point, kernel
 from .philox import draw_u64, scale_u64
 
@@ -89,12 +89,11 @@ def _process(logits: Float32, r: int, params: SamplingArrays, processed: Float32
     first, last = _span(params.allowed_start, r)
     for i in range(vocab_size):
         processed[i] = logits[i] if first == last else _MINUS_INFINITY
-    if first != last:
-        for i in range(first, last):
-            token = params.allowed_tokens[i]
-            if not 0 <= token < vocab_size:
-                return False
-            processed[token] = logits[token]
+    for i in range(first, last):
+        token = params.allowed_tokens[i]
+        if not 0 <= token < vocab_size:
+            return False
+        processed[token] = logits[token]
     first, last = _span(params.bias_start, r)
     for i in range(first, last):
         token = params.bias_tokens[i]
@@ -126,11 +125,16 @@ def _is_plain(r: int, params: SamplingArrays) -> bool:
 
 @kernel
 def _choose(
-    logits: Float32, best: int, r: int, params: SamplingArrays, block_max: Float32, spare: Float32, scratch: Float32
+    logits: Float32,
+    best: int,
+    r: int,
+    params: SamplingArrays,
+    scaled: Float32,
+    weights: Float32,
+    block_max: Float32,
+    spare: Float32,
 ) -> int:
     """The sampled token of row r, whose first maximum is at `best`; -1 where nothing may be chosen."""
-    vocab_size = len(logits)
-    scaled, weights = scratch[:vocab_size], scratch[vocab_size : 2 * vocab_size]
     source = logits
     if not _is_plain(r, params):
         if not _process(logits, r, params, scaled):
@@ -157,8 +161,7 @@ def _best(logits: Float32, block_max: Float32, tokens: Int32, values: Float32) -
     for b in range(len(block_max)):
         if size == len(tokens) and not block_max[b] > values[size - 1]:
             continue
-        start = b * BLOCK
-        for i in range(start, min(start + BLOCK, len(logits))):
+        for i in columns(b, len(logits)):
             if size == len(tokens):
                 if not logits[i] > values[size - 1]:
                     continue
@@ -181,19 +184,20 @@ def sample_row(logits: Float32, r: int, params: SamplingArrays, sampled: Sampled
         sampled.top_tokens[r, i], sampled.top_logprobs[r, i] = -1, _ZERO
     sampled.numeric_errors[r] = True
 
-    blocks_end = 2 * vocab_size + -(-vocab_size // BLOCK)
+    scaled, weights = scratch[:vocab_size], scratch[vocab_size : 2 * vocab_size]
+    blocks_end = 2 * vocab_size + num_blocks(vocab_size)
     block_max, spare = scratch[2 * vocab_size : blocks_end], scratch[blocks_end:]
     best, usable = peak(logits, block_max)
     if not usable:
         return
-    maximum, normalizer = np.float64(logits[best]), log_total(logits, logits[best], spare)
+    maximum, normalizer = np.float64(logits[best]), log_total(logits, logits[best], weights)
     num_best = max(0, min(params.num_logprobs[r], sampled.top_tokens.shape[1]))
     best_tokens, best_values = sampled.top_tokens[r, :num_best], sampled.top_logprobs[r, :num_best]
     num_best = _best(logits, block_max, best_tokens, best_values)
 
     token = params.targets[r]
     if token < 0:
-        token = _choose(logits, best, r, params, block_max, spare, scratch)
+        token = _choose(logits, best, r, params, scaled, weights, block_max, spare)
     if not 0 <= token < vocab_size:
         for i in range(num_best):
             best_tokens[i], best_values[i] = -1, _ZERO
