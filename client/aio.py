@@ -14,6 +14,7 @@ from .aio_connection import AsyncConnection
 from .aio_stream import AsyncStream
 from .calls import Question
 from .messages import Generate, Submit, Welcome
+from .pool_map import PoolMap
 from .requests import DEFAULT_WINDOW, Options, Prompt, make_generate, make_submit, merge_params, new_id
 from .results import Result
 from .sampling_params import SamplingParams
@@ -135,7 +136,7 @@ class AsyncClient:
         """As `Client.ps`."""
         return await self._ask(calls.ps())
 
-    async def pool_map(self) -> dict[str, Any]:
+    async def pool_map(self) -> PoolMap:
         """As `Client.pool_map`."""
         return await self._ask(calls.pool_map())
 

@@ -26,6 +26,7 @@ from .messages import (
     Share,
     Truncate,
 )
+from .pool_map import PoolMap, rows_of
 from .requests import Prompt, split_prompt
 from .token_ids import pack_token_ids, unpack_token_ids
 
@@ -47,12 +48,6 @@ def _as_map(value: Any) -> dict[str, Any]:
     return value
 
 
-def _as_rows(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, tuple):
-        raise ProtocolError("the daemon's answer must be an array of maps", field="value")
-    return [_as_map(row) for row in value]
-
-
 def _entry(value: Any, name: str, kind: type[T]) -> T:
     item = _as_map(value).get(name)
     if not isinstance(item, kind):
@@ -72,11 +67,11 @@ def stats() -> Question[dict[str, Any]]:
 
 
 def ps() -> Question[list[dict[str, Any]]]:
-    return _method("ps", _as_rows)
+    return _method("ps", rows_of)
 
 
-def pool_map() -> Question[dict[str, Any]]:
-    return _method("map", _as_map)
+def pool_map() -> Question[PoolMap]:
+    return _method("map", PoolMap.of)
 
 
 def fsck() -> Question[dict[str, Any]]:

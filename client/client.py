@@ -12,6 +12,7 @@ from . import calls
 from .calls import Question
 from .connection import Connection
 from .messages import Welcome
+from .pool_map import PoolMap
 from .requests import DEFAULT_WINDOW, Options, Prompt, make_generate, make_submit, merge_params, new_id
 from .results import Result
 from .sampling_params import SamplingParams
@@ -143,8 +144,8 @@ class Client:
         """One row per sequence, with its owner, state and the reason it waits."""
         return self._ask(calls.ps())
 
-    def pool_map(self) -> dict[str, Any]:
-        """State, owner and reference count of every block, as packed arrays, and the rows of `ps`."""
+    def pool_map(self) -> PoolMap:
+        """State, owner and reference count of every block, with the rows of `ps` and the figures of `stats`."""
         return self._ask(calls.pool_map())
 
     def fsck(self) -> dict[str, Any]:

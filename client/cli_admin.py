@@ -1,0 +1,66 @@
+"""Commands that change something: `kvpool cancel`, `drain`, `reload`, `resize`, and the audit `fsck`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .client import Client
+from .figures import parse_size, show_bytes
+
+
+def add_commands(commands: Any) -> None:
+    command: argparse.ArgumentParser = commands.add_parser("cancel", help="end a request")
+    command.add_argument("id", help="a request's name or a sequence's number, as ps shows them")
+    command.set_defaults(command=cancel)
+    commands.add_parser("drain", help="take no new work, finish what runs, stop").set_defaults(command=drain)
+    commands.add_parser("reload", help="read the configuration again").set_defaults(command=reload)
+    command = commands.add_parser("resize", help="give the pool another size")
+    command.add_argument("size", help="20GiB, 512MiB or bytes")
+    command.set_defaults(command=resize)
+    commands.add_parser("fsck", help="audit the pool").set_defaults(command=fsck)
+
+
+def _pool(options: argparse.Namespace) -> Client:
+    return Client(options.address, client_name="kvpool")
+
+
+def cancel(options: argparse.Namespace) -> int:
+    with _pool(options) as pool:
+        count = pool.cancel(options.id).get("cancelled", 1)
+    print(f"cancelled {count} request{'' if count == 1 else 's'}")
+    return 0
+
+
+def drain(options: argparse.Namespace) -> int:
+    with _pool(options) as pool:
+        pool.drain()
+    print("draining")
+    return 0
+
+
+def reload(options: argparse.Namespace) -> int:
+    with _pool(options) as pool:
+        changed = pool.reload().get("changed", ())
+    print(f"reloaded: {', '.join(changed)}" if changed else "reloaded: nothing has changed")
+    return 0
+
+
+def resize(options: argparse.Namespace) -> int:
+    pool_bytes = parse_size(options.size)
+    with _pool(options) as pool:
+        pool.resize(pool_bytes)
+    print(f"the pool has {show_bytes(pool_bytes)}")
+    return 0
+
+
+def fsck(options: argparse.Namespace) -> int:
+    with _pool(options) as pool:
+        report = pool.fsck()
+    if report.get("consistent"):
+        print("consistent")
+        return 0
+    for name, value in report.items():
+        if name != "consistent":
+            print(f"{name}: {value}")
+    return 1

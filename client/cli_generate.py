@@ -1,0 +1,111 @@
+"""`kvpool generate`: one completion, streamed to stdout as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from . import cli_sampling
+from .client import Client
+from .errors import InvalidArgument
+from .figures import show_duration
+from .results import Output, Result
+from .stream import Stream
+from .terminal import safe
+
+
+def add_commands(commands: Any) -> None:
+    command: argparse.ArgumentParser = commands.add_parser("generate", help="stream a completion of a text")
+    command.add_argument("text", nargs="?", help="the text to go on from; - or nothing reads stdin")
+    command.add_argument("--chat", action="store_true", help="take the text as a user's message, not as a beginning")
+    command.add_argument("--n", type=int, metavar="N", help="how many completions")
+    command.add_argument("--logprobs", type=int, metavar="K", help="with --json: logprobs, and of the K likeliest")
+    command.add_argument("--priority", type=int, default=0, metavar="P", help="-100 to 100; higher goes first")
+    command.add_argument("--deadline-s", type=float, metavar="S", help="end after S seconds, whatever there is")
+    command.add_argument("--json", action="store_true", help="print the whole result as one JSON object")
+    cli_sampling.add_flags(command)
+    command.set_defaults(command=generate)
+
+
+def generate(options: argparse.Namespace) -> int:
+    text = _text(options.text)
+    params = cli_sampling.params_of(options)
+    prompt = [{"role": "user", "content": text}] if options.chat else text
+    with Client(options.address, client_name="kvpool generate") as pool:
+        started = time.monotonic()
+        with pool.submit(prompt, params, priority=options.priority, deadline_s=options.deadline_s) as stream:
+            if options.json:
+                print(json.dumps(as_json(stream.result())))
+            elif params.n > 1:
+                for output in stream.result().outputs:
+                    print(f"--- {output.sample} ({output.finish_reason})\n{_shown(output.text)}")
+            else:
+                first_s = write_stream(stream, started)
+                if sys.stderr.isatty():
+                    print(summary(stream.result(), time.monotonic() - started, first_s), file=sys.stderr)
+    return 0
+
+
+def _text(given: str | None) -> str:
+    if given is not None and given != "-":
+        return given
+    if sys.stdin.isatty() and given is None:
+        raise InvalidArgument("is missing; type it after `kvpool generate`, or pipe it in", field="text")
+    return sys.stdin.read()
+
+
+def write_stream(stream: Stream, started: float) -> float | None:
+    """Print the texts of a stream as they come; seconds until the first token."""
+    first_s = None
+    for event in stream:
+        if first_s is None:
+            first_s = time.monotonic() - started
+        sys.stdout.write(_shown(event.text))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return first_s
+
+
+def _shown(text: str) -> str:
+    """A model may write anything, and a terminal obeys anything; a file gets the text as it is."""
+    return safe(text) if sys.stdout.isatty() else text
+
+
+def summary(result: Result, total_s: float, first_s: float | None) -> str:
+    """One dim line for the person at the terminal."""
+    usage = result.usage
+    parts = [result.finish_reason, f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} cached")
+    if first_s is not None:
+        parts.append(f"first after {show_duration(first_s)}")
+        if usage.completion_tokens > 1 and total_s > first_s:
+            parts.append(f"{(usage.completion_tokens - 1) / (total_s - first_s):.0f} tokens/s")
+    return "\x1b[2m" + ", ".join(parts) + "\x1b[0m"
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """A result as plain data: the first output's fields, and `outputs` with all where there are several."""
+    outputs = [_output_as_json(output) for output in result.outputs]
+    whole = {"request_id": result.request_id, **outputs[0]}
+    return whole | ({"outputs": outputs} if len(outputs) > 1 else {})
+
+
+def _output_as_json(output: Output) -> dict[str, Any]:
+    plain: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "usage": asdict(output.usage),
+    }
+    if output.logprobs is not None:
+        plain["logprobs"] = output.logprobs
+    if output.top_logprobs is not None:
+        plain["top_logprobs"] = output.top_logprobs
+    if output.error is not None:
+        plain["error"] = {"code": output.error.code, "message": str(output.error)}
+    return plain
