@@ -27,8 +27,29 @@ arithmetic that NumPy lacks), machine (threads of many blocks in lockstep, diver
 races (what is checked), counters (what is counted), compile and device (the interface).
 """
 
+from . import (  # these register the instructions
+    instructions_async,
+    instructions_bits,
+    instructions_convert,
+    instructions_float,
+    instructions_memory,
+    instructions_moves,
+    instructions_warp,
+    mma,
+)
 from .compile import Kernel, compile_kernel
 from .counters import Counters
 from .device import Device
+
+INSTRUCTIONS = (
+    instructions_async,
+    instructions_bits,
+    instructions_convert,
+    instructions_float,
+    instructions_memory,
+    instructions_moves,
+    instructions_warp,
+    mma,
+)
 
 __all__ = ["Counters", "Device", "Kernel", "compile_kernel"]

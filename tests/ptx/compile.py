@@ -25,9 +25,6 @@ class Kernel:
 
     @cached_property
     def decoded(self) -> Decoded:
-        from . import instructions_async, instructions_convert, instructions_float, instructions_memory, mma
-
-        del instructions_async, instructions_convert, instructions_float, instructions_memory, mma  # they register
         return Decoder(flatten(parse(self.ptx), self.entry)).run()
 
     @property
