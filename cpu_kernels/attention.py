@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import table as t
+from .isa import BFLOAT16
 from .jit import kernel
 from .memory import (
     atomic_add,
@@ -43,10 +44,7 @@ from .plan import (
     UNIT_BYTES,
 )
 from .product import product
-from .rope import key_head_bytes, value_head_bytes
 from .table import float_word, word
-from .tile import kv_format
-from .variant import BFLOAT16, Variant
 from .vectors import exp, load, max_lanes, maximum, select_range, splat, store, sum_lanes
 
 PANELS = SPLIT // 16
@@ -142,14 +140,14 @@ def gather_queries(row: int, state: int, unit: int, out: int) -> None:
 
 
 @kernel
-def gather_token(variant: Variant, key: int, value: int, keys: int, values: int, token: int, state: int) -> None:
+def gather_token(key: int, value: int, keys: int, values: int, token: int, state: int) -> None:
     """Copy one token's K column and V row out of a block into panels of 16 tokens (block sizes that are none)."""
     head_width, block_size = word(state, t.HEAD_WIDTH), word(state, t.BLOCK_SIZE)
-    lanes = key_head_bytes(variant, word(state, t.HEAD_DIM), 1) // 4
+    lanes = word(state, t.KEY_BYTES) // (4 * block_size)
     keys += (token >> 4) * lanes * 64 + (token & 15) * 4
     for lane in range(lanes):
         store_u32(keys + lane * 64, load_u32(key + lane * block_size * 4))
-    if kv_format(variant) == BFLOAT16:
+    if word(state, t.KV_FORMAT) == BFLOAT16:
         values += (token >> 1) * head_width * 4 + (token & 1) * 2
         for d in range(head_width):
             store_u16(values + 4 * d, load_u16(value + 4 * d))
@@ -159,18 +157,14 @@ def gather_token(variant: Variant, key: int, value: int, keys: int, values: int,
 
 
 @kernel
-def find_panels(
-    variant: Variant, row: int, state: int, unit: int, start: int, low: int, high: int, tables: int, gathered: int
-) -> None:
+def find_panels(row: int, state: int, unit: int, start: int, low: int, high: int, tables: int, gathered: int) -> None:
     """Fill two tables with the addresses of the split's K and V panels, for tokens start + low .. start + high - 1."""
     block_size, head_width = word(state, t.BLOCK_SIZE), word(state, t.HEAD_WIDTH)
-    key_bytes = key_head_bytes(variant, word(state, t.HEAD_DIM), block_size)
-    value_bytes = value_head_bytes(variant, head_width, block_size)
-    lanes = key_bytes // (4 * block_size)
-    bf16 = kv_format(variant) == BFLOAT16
+    lanes = word(state, t.KEY_BYTES) // (4 * block_size)
+    bf16 = word(state, t.KV_FORMAT) == BFLOAT16
     blocks = word(state, t.BLOCK_TABLES) + word(unit, SEQUENCE) * word(state, t.MAX_BLOCKS) * 4
-    k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * key_bytes
-    v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * value_bytes
+    k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
+    v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
     in_place = block_size % 16 == 0
     keys, values = gathered, gathered + SPLIT * head_width * 4
     for token in range(low & -16, high, 16 if in_place else 1):
@@ -187,7 +181,7 @@ def find_panels(
             store_i64(tables + (token >> 4) * 8, key)
             store_i64(tables + (PANELS + (token >> 4)) * 8, value)
         else:
-            gather_token(variant, key, value + (offset & 1) * 2 if bf16 else value, keys, values, token, state)
+            gather_token(key, value + (offset & 1) * 2 if bf16 else value, keys, values, token, state)
     if not in_place:
         for panel in range(low >> 4, (high + 15) >> 4):
             store_i64(tables + panel * 8, keys + panel * lanes * 64)
@@ -217,9 +211,7 @@ def soften(scores: int, first: int, last: int, low: int, high: int, maximum_at: 
 
 
 @kernel
-def attend_split(
-    variant: Variant, row: int, state: int, unit: int, split: int, queries: int, scratch: int, partial: int
-) -> None:
+def attend_split(row: int, state: int, unit: int, split: int, queries: int, scratch: int, partial: int) -> None:
     """Write the partial of one split for all query rows of the unit."""
     head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
     group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
@@ -231,12 +223,12 @@ def attend_split(
         clear(partial, rows, head_width)
         return
     scores, tables = scratch, scratch + rows * SPLIT * 4
-    find_panels(variant, row, state, unit, start, low, high, tables, tables + 2 * PANELS * 8)
+    find_panels(row, state, unit, start, low, high, tables, tables + 2 * PANELS * 8)
     first, last = low >> 4, (high + 15) >> 4
     k_stride = word(state, t.BLOCK_SIZE) * 4 if word(state, t.BLOCK_SIZE) % 16 == 0 else 64
-    k = (head_dim + 1) & -2 if kv_format(variant) == BFLOAT16 else head_dim
+    k = (head_dim + 1) & -2 if word(state, t.KV_FORMAT) == BFLOAT16 else head_dim
     product(
-        variant, kv_format(variant), rows, last - first, queries, head_width * 4, tables + first * 8,
+        word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4, tables + first * 8,
         0, 8, 0, 0, 1, k, k, k_stride, scores + first * 64, SPLIT * 4, 0, 0,
     )  # fmt: skip
     maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
@@ -246,15 +238,16 @@ def attend_split(
         row_high = max(row_low, min(SPLIT, seen))
         soften(scores + r * SPLIT * 4, first, last, row_low, row_high, maxima + 4 * r, sums + 4 * r)
     product(
-        variant, kv_format(variant), rows, head_width >> 4, scores + first * 64, SPLIT * 4, tables + (PANELS + first) * 8,
-        8, 0, 64, 0, last - first, 16, high - 16 * (last - 1), head_width * 4, partial, head_width * 4, 0, 0,
+        word(state, t.TILES), word(state, t.KV_FORMAT), rows, head_width >> 4, scores + first * 64, SPLIT * 4,
+        tables + (PANELS + first) * 8, 8, 0, 64, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
+        partial, head_width * 4, 0, 0,
     )  # fmt: skip
 
 
-@kernel
-def attend(variant: Variant, row: int, state: int, number: int, scratch: int) -> None:
+def attend(row: int, state: int, number: int, thread: int) -> None:
     """Run unit `number` of the plan. The thread that delivers the last split of a divided tile merges them all."""
     unit = word(state, t.UNITS) + number * UNIT_BYTES
+    scratch = word(state, t.SCRATCH) + thread * word(state, t.SCRATCH_BYTES)
     head_width, size = word(state, t.HEAD_WIDTH), word(state, t.PARTIAL_BYTES)
     rows = word(unit, NUM_QUERIES) * (word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS))
     queries, running, part = scratch, scratch + rows * head_width * 4, scratch + rows * head_width * 4 + size
@@ -263,7 +256,7 @@ def attend(variant: Variant, row: int, state: int, number: int, scratch: int) ->
     if word(unit, LAST_SPLIT) - word(unit, FIRST_SPLIT) < splits:
         split = word(unit, FIRST_SPLIT)
         slot = word(unit, PARTIAL)
-        attend_split(variant, row, state, unit, split, queries, part, slot + split * size)
+        attend_split(row, state, unit, split, queries, part, slot + split * size)
         if atomic_add(word(unit, ARRIVAL), 1) + 1 < splits:
             return
         atomic_store(word(unit, ARRIVAL), 0)
@@ -273,6 +266,6 @@ def attend(variant: Variant, row: int, state: int, number: int, scratch: int) ->
     else:
         clear(running, rows, head_width)
         for split in range(splits):
-            attend_split(variant, row, state, unit, split, queries, part + size, part)
+            attend_split(row, state, unit, split, queries, part + size, part)
             merge(running, part, rows, head_width)
     write_rows(running, row, state, unit)

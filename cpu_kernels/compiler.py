@@ -1,72 +1,144 @@
 """Compiling the kernels when a back end starts, and keeping the result in a cache directory of our own.
 
-The directory's name is a hash of every source file here, of Numba's version and of the processor, because Numba itself
-only notices a change of the file that holds the outermost function.
+Every function has a directory of its own, named by a hash of all sources that can reach it, of Numba's version and of
+the processor, because Numba itself only notices a change of the file that holds the outermost function.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
+import numpy as np
 from llvmlite import binding
 from numba import types
 from numba.core import config as numba_config
+from numpy.typing import NDArray
 
-from .executor import run_thread
-from .variant import Variant, VariantType, host_features
+from .executor import OPERATIONS, run_thread
+from .isa import FORMAT_NAMES, Isa, host_features
+from .machine_code import load_functions
+from .tile import tile_names, tile_table, tiles_module
 
+Progress = Callable[[str, float], None]
+
+_SIGNATURE = types.void(*[types.int64] * 4)  # of every operation, and of `run_thread`
 _lock = threading.Lock()
+_compiled: dict[str, Any] = {}  # Numba's functions own their code: they live as long as the process
+_tiles: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
 
 
-def cache_key() -> str:
-    """Changes with any source of the kernels, the compiler and the processor."""
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Everything compiled for one back end."""
+
+    functions: NDArray[np.int64]  # address of the function of each opcode
+    tiles: NDArray[np.int64]  # see `tile.tile_table`
+    run_thread: Callable[[int, int, int, int], None]
+
+
+def sources(module: str, found: set[str] | None = None) -> set[str]:
+    """The names of `module` and of every module of this room that it imports, directly or not."""
+    found = set() if found is None else found
+    path = Path(__file__).with_name(f"{module}.py")
+    if module in found or not path.exists():
+        return found
+    found.add(module)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            for name in [node.module] if node.module else [alias.name for alias in node.names]:
+                sources(name, found)
+    return found
+
+
+def cache_key(module: str) -> str:
+    """Changes with any source that `module` can reach, with the compiler and with the processor."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in sorted(sources(module)):
+        digest.update(name.encode() + b"\0" + Path(__file__).with_name(f"{name}.py").read_bytes() + b"\0")
     names = (numba.__version__, llvmlite.__version__, binding.get_host_cpu_name(), *sorted(host_features()))
     digest.update("\0".join(names).encode())
     return digest.hexdigest()
 
 
-def compile_kernels(variant: Variant, cache: Path | None) -> str:
-    """Make `run_thread` ready for `variant`, from `cache` where it lies there, else by compiling (and storing) it.
+def load_kernels(isa: Isa, formats: Sequence[int], cache: Path, progress: Progress) -> Kernels:
+    """Compile the kernels for `formats`, or read them from `cache`, and say so through `progress`.
 
-    Returns "" or why nothing can be cached.
+    A cache that cannot be written only costs time: `progress` is told why.
     """
-    signature = types.void(VariantType(variant), *[types.int64] * 4)
     with _lock:
-        problem = _use_cache(run_thread, cache) if cache is not None else "no cache directory"
-        dispatcher: Any = run_thread
-        dispatcher.compile(signature)
-    return problem
+        problem = _unusable(cache)
+        if problem:
+            progress(f"kernels will not be cached: {problem}", 0.0)
+        kept = None if problem else cache
+        parts = len(OPERATIONS) + 2
+        functions = np.zeros(len(OPERATIONS), dtype=np.int64)
+        for number, (opcode, operation) in enumerate(OPERATIONS.items()):
+            progress("preparing CPU kernels", number / parts)
+            functions[opcode] = _compile(operation, kept).address
+        progress("preparing CPU kernels", (parts - 2) / parts)
+        entry = _compile(run_thread, kept).ctypes
+        progress("preparing CPU kernels", (parts - 1) / parts)
+        tiles = _load_tiles(isa, tuple(formats), kept)
+        progress("preparing CPU kernels", 1.0)
+    return Kernels(functions, tiles, entry)
 
 
-def is_cached(variant: Variant, cache: Path) -> bool:
-    """Whether compiling will probably be quick."""
-    return any((cache / cache_key()).rglob("*.nbc"))
+def _compile(function: Callable[..., None], cache: Path | None) -> Any:
+    """A C function of four int64, compiled once in this process."""
+    name = function.__name__
+    if name not in _compiled:
+        directory = _directory(cache, function.__module__.rpartition(".")[2])
+        with _numba_cache(directory):
+            declare = numba.cfunc(_SIGNATURE, cache=directory is not None, error_model="numpy")
+            _compiled[name] = declare(function)
+    return _compiled[name]
 
 
-def _use_cache(dispatcher: Any, cache: Path) -> str:
-    """Have Numba keep what it compiles for `dispatcher` under `cache`."""
-    directory = cache / cache_key()
+def _load_tiles(isa: Isa, formats: tuple[int, ...], cache: Path | None) -> NDArray[np.int64]:
+    key = isa.name, formats
+    if key not in _tiles:
+        names = tile_names(isa, formats)
+        file_name = "-".join(["tiles", isa.name, *(FORMAT_NAMES[number] for number in formats)])
+        directory = _directory(cache, "tile")
+        file = directory / f"{file_name}.o" if directory is not None else None
+        _tiles[key] = tile_table(isa, formats, load_functions(lambda: tiles_module(isa, formats), names, file))
+    return _tiles[key]
+
+
+def _unusable(cache: Path) -> str:
+    """Why nothing can be kept in `cache`; "" if it can."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"kernel cache {directory} is not usable: {error.strerror}"
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return f"kernel cache {directory} is not writable"
+        return f"{cache}: {error.strerror}"
+    return "" if os.access(cache, os.W_OK | os.X_OK) else f"{cache} is not writable"
+
+
+def _directory(cache: Path | None, module: str) -> Path | None:
+    """Where what is compiled from `module` is kept."""
+    if cache is None:
+        return None
+    directory = cache / f"{module}-{cache_key(module)}"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+@contextmanager
+def _numba_cache(directory: Path | None) -> Iterator[None]:
+    """Point Numba at `directory` while functions are declared, and back: other users of Numba keep theirs."""
     before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = str(directory)
+    numba_config.CACHE_DIR = str(directory or "")
     try:
-        dispatcher.enable_caching()
-    except RuntimeError as error:
-        return f"kernel cache {directory} is not usable: {error}"
+        yield
     finally:
         numba_config.CACHE_DIR = before
-    return ""

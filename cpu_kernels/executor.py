@@ -8,15 +8,23 @@ claim, or count, a unit of a later step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
 from . import table as t
 from .attention import attend
-from .jit import entry_point, kernel
+from .jit import instruction, kernel
 from .linear import linear, linear_units
 from .memory import (
+    INT64,
     atomic_add,
     atomic_load,
     compare_exchange,
     flush_denormals,
+    load_i64,
     pause,
     signal_event,
     store_i64,
@@ -28,11 +36,38 @@ from .rope import rope_kv_write
 from .rowwise import embed, gated_activation, rms_norm, select_rows
 from .sample import sample
 from .table import ROW_BYTES, rows_of, rows_per_unit, word
-from .variant import Variant
+
+Operation = Callable[[int, int, int, int], None]
 
 PROGRESS_BYTES = 128  # per operation: the next unit to claim and the units done, a cache line each
 GENERATION_SHIFT = 32
 SPINS = 2000  # some 20 microseconds; then the processor is offered to whoever holds the unit we wait for
+
+
+# What runs a unit of each operation: function(row, state, unit, thread).
+OPERATIONS: dict[int, Operation] = {
+    t.PLAN: plan_attention,
+    t.EMBED: embed,
+    t.RMS_NORM: rms_norm,
+    t.LINEAR: linear,
+    t.ROPE_KV_WRITE: rope_kv_write,
+    t.ATTENTION: attend,
+    t.ACTIVATION: gated_activation,
+    t.SELECT_ROWS: select_rows,
+    t.SAMPLE: sample,
+}
+
+
+@instruction
+def call_operation(typing_context: Any, address: Any, row: Any, state: Any, unit: Any, thread: Any) -> Any:
+    """Call a compiled operation by its address: compiled apart, each is optimised once."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [INT64] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
 
 
 @kernel
@@ -50,33 +85,6 @@ def units_of(row: int, state: int) -> int:
         return rows
     each = rows_per_unit(rows, state)
     return (rows + each - 1) // each
-
-
-@kernel
-def run_unit(variant: Variant, row: int, state: int, unit: int, thread: int) -> None:
-    opcode = word(row, t.OPCODE)
-    if opcode == t.LINEAR:
-        linear(variant, row, state, unit)
-    elif opcode == t.ATTENTION:
-        attend(variant, row, state, unit, word(state, t.SCRATCH) + thread * word(state, t.SCRATCH_BYTES))
-    elif opcode == t.PLAN:
-        plan_attention(state)
-    elif opcode == t.SAMPLE:
-        sample(row, state, unit, thread)
-    else:
-        rows = rows_of(row, state)
-        each = rows_per_unit(rows, state)
-        first, last = unit * each, min(rows, unit * each + each)
-        if opcode == t.EMBED:
-            embed(row, state, first, last)
-        elif opcode == t.RMS_NORM:
-            rms_norm(row, first, last)
-        elif opcode == t.ROPE_KV_WRITE:
-            rope_kv_write(variant, row, state, first, last)
-        elif opcode == t.ACTIVATION:
-            gated_activation(row, first, last)
-        elif opcode == t.SELECT_ROWS:
-            select_rows(row, state, first, last)
 
 
 @kernel
@@ -106,16 +114,17 @@ def await_units(counter: int, goal: int, state: int) -> bool:
 
 
 @kernel
-def run_step(variant: Variant, state: int, generation: int, thread: int) -> bool:
+def run_step(state: int, generation: int, thread: int) -> bool:
     """Take part in one step until all of it is done; False if a thread failed."""
     base = generation << GENERATION_SHIFT
     for op in range(word(state, t.NUM_OPS)):
         row = word(state, t.OPS) + op * ROW_BYTES
         counter = word(state, t.PROGRESS) + op * PROGRESS_BYTES
+        function = word(state, t.FUNCTIONS) + 8 * word(row, t.OPCODE)
         units = units_of(row, state)
         unit = claim(counter, base, units)
         while unit >= 0:
-            run_unit(variant, row, state, unit, thread)
+            call_operation(load_i64(function), row, state, unit, thread)
             atomic_add(counter + 64, 1)
             unit = claim(counter, base, units)
         if not await_units(counter + 64, base + units, state):
@@ -123,8 +132,7 @@ def run_step(variant: Variant, state: int, generation: int, thread: int) -> bool
     return True
 
 
-@entry_point
-def run_thread(variant: Variant, state: int, thread: int, wake_event: int, mailbox: int) -> None:
+def run_thread(state: int, thread: int, wake_event: int, mailbox: int) -> None:
     """Serve steps until told to stop. `mailbox`: 8 bytes of this thread's own, for reading and writing events."""
     flush_denormals()
     seen = 0
@@ -134,7 +142,7 @@ def run_thread(variant: Variant, state: int, thread: int, wake_event: int, mailb
                 return
             wait_event(wake_event, mailbox)
         seen = atomic_load(state + 8 * t.GENERATION)
-        if not run_step(variant, state, seen, thread):
+        if not run_step(state, seen, thread):
             return
         if compare_exchange(state + 8 * t.FINISHED, seen - 1, seen):
             store_i64(mailbox, 1)

@@ -6,7 +6,6 @@ from . import table as t
 from .jit import kernel
 from .product import product
 from .table import rows_of, word
-from .variant import Variant
 
 ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
 
@@ -26,15 +25,14 @@ def linear_units(row: int, state: int) -> int:
     return panel_groups * row_groups(row, state) if rows_of(row, state) else 0
 
 
-@kernel
-def linear(variant: Variant, row: int, state: int, unit: int) -> None:
+def linear(row: int, state: int, unit: int, thread: int) -> None:
     """out (+)= x @ weight.T (+ bias) for the panels and rows of `unit`."""
     groups, rows = row_groups(row, state), rows_of(row, state)
     group, panel = unit % groups, unit // groups * word(row, t.UNIT_PANELS)
     first, last = rows * group // groups, rows * (group + 1) // groups
     bias = word(row, t.BIAS)
     product(
-        variant,
+        word(state, t.TILES),
         word(row, t.WEIGHT_FORMAT),
         last - first,
         min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel),

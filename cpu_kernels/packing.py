@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .variant import BFLOAT16, FLOAT32
+from .isa import BFLOAT16, FLOAT32
 from .vectors import LANES
 
 Float32 = NDArray[np.float32]

@@ -42,8 +42,7 @@ def total_work(state: int) -> int:
     return total
 
 
-@kernel
-def plan_attention(state: int) -> None:
+def plan_attention(row: int, state: int, unit: int, thread: int) -> None:
     """Write the units of the step and their number.
 
     A tile is divided into its splits when it alone is more than a quarter of a thread's share: then fewer than four
@@ -51,29 +50,29 @@ def plan_attention(state: int) -> None:
     """
     num_kv_heads, tile = word(state, t.NUM_KV_HEADS), queries_per_tile(state)
     share = total_work(state) * num_kv_heads // (4 * word(state, t.NUM_THREADS))
-    unit, partials, arrivals = word(state, t.UNITS), 0, 0
+    entry, partials, arrivals = word(state, t.UNITS), 0, 0
     for sequence in range(word(state, t.NUM_SEQUENCES)):
         first = load_i32(word(state, t.QUERY_START) + 4 * sequence)
         last = load_i32(word(state, t.QUERY_START) + 4 * sequence + 4)
         length = load_i32(word(state, t.SEQ_LENS) + 4 * sequence)
-        for row in range(first, last, tile):
-            queries = min(tile, last - row)
-            context = length - (last - row) + queries
+        for first_row in range(first, last, tile):
+            queries = min(tile, last - first_row)
+            context = length - (last - first_row) + queries
             splits = (context + SPLIT - 1) // SPLIT
             pieces = splits if splits > 1 and queries * context > share else 1
             for head in range(num_kv_heads):
                 for piece in range(pieces):
-                    store_i64(unit + 8 * SEQUENCE, sequence)
-                    store_i64(unit + 8 * KV_HEAD, head)
-                    store_i64(unit + 8 * FIRST_ROW, row)
-                    store_i64(unit + 8 * NUM_QUERIES, queries)
-                    store_i64(unit + 8 * FIRST_POSITION, context - queries)
-                    store_i64(unit + 8 * FIRST_SPLIT, piece if pieces > 1 else 0)
-                    store_i64(unit + 8 * LAST_SPLIT, piece + 1 if pieces > 1 else splits)
-                    store_i64(unit + 8 * NUM_SPLITS, splits)
-                    store_i64(unit + 8 * PARTIAL, word(state, t.PARTIALS) + partials * word(state, t.PARTIAL_BYTES))
-                    store_i64(unit + 8 * ARRIVAL, word(state, t.ARRIVALS) + 8 * arrivals)
-                    unit += UNIT_BYTES
+                    store_i64(entry + 8 * SEQUENCE, sequence)
+                    store_i64(entry + 8 * KV_HEAD, head)
+                    store_i64(entry + 8 * FIRST_ROW, first_row)
+                    store_i64(entry + 8 * NUM_QUERIES, queries)
+                    store_i64(entry + 8 * FIRST_POSITION, context - queries)
+                    store_i64(entry + 8 * FIRST_SPLIT, piece if pieces > 1 else 0)
+                    store_i64(entry + 8 * LAST_SPLIT, piece + 1 if pieces > 1 else splits)
+                    store_i64(entry + 8 * NUM_SPLITS, splits)
+                    store_i64(entry + 8 * PARTIAL, word(state, t.PARTIALS) + partials * word(state, t.PARTIAL_BYTES))
+                    store_i64(entry + 8 * ARRIVAL, word(state, t.ARRIVALS) + 8 * arrivals)
+                    entry += UNIT_BYTES
                 if pieces > 1:
                     partials, arrivals = partials + pieces, arrivals + 1
-    store_i64(state + 8 * t.NUM_UNITS, (unit - word(state, t.UNITS)) // UNIT_BYTES)
+    store_i64(state + 8 * t.NUM_UNITS, (entry - word(state, t.UNITS)) // UNIT_BYTES)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .jit import kernel
-from .tile import max_tile_rows, tile, widest_tile
-from .variant import Variant
+from .memory import load_i64
+from .tile import TABLE_SHAPE, call_tile
+
+FORMAT_BYTES = TABLE_SHAPE[1] * TABLE_SHAPE[2] * 16
+ROW_BYTES = TABLE_SHAPE[2] * 16
 
 
 @kernel
 def product(
-    variant: Variant,
+    tiles: int,
     weight_format: int,
     rows: int,
     panels: int,
@@ -29,17 +32,19 @@ def product(
     bias: int,
     accumulate: int,
 ) -> None:
-    """out (rows, 16 panels) (+)= x (rows, k) times panels, with the arguments of `tile`.
+    """out (rows, 16 panels) (+)= x (rows, k) times panels, with `tiles` from `tile_table` and the arguments of a tile.
 
     Rows are cut evenly (7 = 4 + 3, not 6 + 1), because a tile with few rows is slow and streams the panels once more.
     """
     row = 0
-    tiles = (rows + max_tile_rows(variant) - 1) // max_tile_rows(variant)
-    for index in range(tiles):
-        height = (rows - row + tiles - index - 1) // (tiles - index)
+    table_of_format = tiles + weight_format * FORMAT_BYTES
+    most = load_i64(table_of_format)
+    cuts = (rows + most - 1) // most
+    for index in range(cuts):
+        height = (rows - row + cuts - index - 1) // (cuts - index)
         panel = 0
         while panel < panels:
-            width = widest_tile(variant, height, panels - panel)
+            entry = table_of_format + height * ROW_BYTES + min(panels - panel, TABLE_SHAPE[2] - 1) * 16
             arguments = (
                 x + row * x_stride,
                 x_stride,
@@ -57,6 +62,6 @@ def product(
                 bias + panel * 64 if bias else 0,
                 accumulate,
             )
-            tile(variant, weight_format, height, width, arguments)
-            panel += width
+            call_tile(load_i64(entry), arguments)
+            panel += load_i64(entry + 8)
         row += height

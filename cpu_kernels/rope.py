@@ -3,7 +3,8 @@
 A block holds for each layer and KV head
     K  float32 [head_dim, block_size]                bfloat16 [ceil(head_dim / 2), block_size, 2]
     V  float32 [block_size, head_width]              bfloat16 [ceil(block_size / 2), head_width, 2]
-so that 16 tokens of K, and 16 columns of V, are a panel of the matrix tile. head_width is head_dim up to a multiple of 16.
+so that 16 tokens of K, and 16 columns of V, are a panel of the matrix tile. head_width is head_dim filled up to a
+multiple of 16.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from . import table as t
+from .isa import BFLOAT16
 from .jit import kernel
 from .memory import bits_of_float, load_f32, load_i32, load_i64, store_f32, store_u16, store_u32
 from .rowwise import inverse_rms
-from .table import float_word, word
-from .tile import kv_format
-from .variant import BFLOAT16, Variant
+from .table import float_word, rows_of_unit, word
 from .vectors import load, splat, store
 
 
@@ -54,9 +54,9 @@ def normalise_head(x: int, weight: int, head_dim: int, eps: float) -> None:
 
 
 @kernel
-def write_key(variant: Variant, source: int, out: int, head_dim: int, block_size: int) -> None:
+def write_key(kv_format: int, source: int, out: int, head_dim: int, block_size: int) -> None:
     """Spread one head's key over its column of the block; `out` is the column's first element."""
-    if kv_format(variant) == BFLOAT16:
+    if kv_format == BFLOAT16:
         for d in range(0, head_dim, 2):
             low = bfloat16_bits(load_f32(source + 4 * d))
             high = bfloat16_bits(load_f32(source + 4 * d + 4)) if d + 1 < head_dim else 0
@@ -67,9 +67,9 @@ def write_key(variant: Variant, source: int, out: int, head_dim: int, block_size
 
 
 @kernel
-def write_value(variant: Variant, source: int, out: int, head_dim: int, head_width: int, offset: int) -> None:
+def write_value(kv_format: int, source: int, out: int, head_dim: int, head_width: int, offset: int) -> None:
     """Write one head's value to row `offset` of the block's V at `out`."""
-    if kv_format(variant) == BFLOAT16:
+    if kv_format == BFLOAT16:
         out += (offset >> 1) * head_width * 4 + (offset & 1) * 2
         for d in range(head_dim):
             store_u16(out + 4 * d, bfloat16_bits(load_f32(source + 4 * d)))
@@ -79,29 +79,13 @@ def write_value(variant: Variant, source: int, out: int, head_dim: int, head_wid
             store_f32(out + 4 * d, load_f32(source + 4 * d))
 
 
-@kernel
-def key_head_bytes(variant: Variant, head_dim: int, block_size: int) -> int:
-    """Bytes of one head's K in a block."""
-    lanes = (head_dim + 1) >> 1 if kv_format(variant) == BFLOAT16 else head_dim
-    return lanes * block_size * 4
-
-
-@kernel
-def value_head_bytes(variant: Variant, head_width: int, block_size: int) -> int:
-    """Bytes of one head's V in a block."""
-    lanes = (block_size + 1) >> 1 if kv_format(variant) == BFLOAT16 else block_size
-    return lanes * head_width * 4
-
-
-@kernel
-def rope_kv_write(variant: Variant, row: int, state: int, first: int, last: int) -> None:
-    """Rotate queries and keys of rows first .. last in place, and store keys and values in the rows' slots."""
+def rope_kv_write(row: int, state: int, unit: int, thread: int) -> None:
+    """Rotate queries and keys of the unit's rows in place, and store keys and values in the rows' slots."""
     head_dim, head_width, block_size = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH), word(state, t.BLOCK_SIZE)
     num_heads, num_kv_heads = word(state, t.NUM_HEADS), word(state, t.NUM_KV_HEADS)
-    key_bytes = key_head_bytes(variant, head_dim, block_size)
-    value_bytes = value_head_bytes(variant, head_width, block_size)
+    kv_format = word(state, t.KV_FORMAT)
     half, eps = word(row, t.HALF), float_word(row, t.SCALAR)
-    for index in range(first, last):
+    for index in range(*rows_of_unit(row, state, unit)):
         x = word(row, t.X) + index * word(row, t.X_STRIDE)
         position = load_i32(word(state, t.POSITIONS) + 4 * index)
         cos, sin = word(row, t.COS) + position * half * 4, word(row, t.SIN) + position * half * 4
@@ -117,5 +101,5 @@ def rope_kv_write(variant: Variant, row: int, state: int, first: int, last: int)
         for head in range(num_kv_heads):
             key = x + (num_heads + head) * head_dim * 4
             value = key + num_kv_heads * head_dim * 4
-            write_key(variant, key, keys + head * key_bytes + offset * 4, head_dim, block_size)
-            write_value(variant, value, values + head * value_bytes, head_dim, head_width, offset)
+            write_key(kv_format, key, keys + head * word(state, t.KEY_BYTES) + offset * 4, head_dim, block_size)
+            write_value(kv_format, value, values + head * word(state, t.VALUE_BYTES), head_dim, head_width, offset)

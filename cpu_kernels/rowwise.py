@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from . import table as t
+from .isa import BFLOAT16
 from .jit import kernel
 from .memory import float_of_bits, load_f32, load_i32, load_u32, store_f32
-from .table import float_word, word
-from .variant import BFLOAT16
+from .table import float_word, rows_of_unit, word
 from .vectors import Vector, exp, fma, load, select_range, splat, store, sum_lanes
 
 ZERO = np.float32(0.0)
@@ -22,11 +22,10 @@ GELU_LINEAR = np.float32(2.0 * np.sqrt(2.0 / np.pi))
 GELU_CUBIC = np.float32(2.0 * np.sqrt(2.0 / np.pi) * 0.044715)
 
 
-@kernel
-def embed(row: int, state: int, first: int, last: int) -> None:
+def embed(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] = table[tokens[t]] * scale, gathered out of the packed panels."""
     scale, width = float_word(row, t.SCALAR), word(row, t.WIDTH)
-    for index in range(first, last):
+    for index in range(*rows_of_unit(row, state, unit)):
         token = load_i32(word(state, t.TOKENS) + 4 * index)
         source = word(row, t.WEIGHT) + (token >> 4) * word(row, t.PANEL_BYTES) + (token & 15) * 4
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
@@ -41,6 +40,16 @@ def embed(row: int, state: int, first: int, last: int) -> None:
 
 
 @kernel
+def copy_floats(source: int, out: int, count: int) -> None:
+    """Copy `count` floats and nothing past them."""
+    whole = count & -16
+    for i in range(0, 4 * whole, 64):
+        store(out + i, load(source + i))
+    for i in range(4 * whole, 4 * count, 4):
+        store_f32(out + i, load_f32(source + i))
+
+
+@kernel
 def inverse_rms(x: int, width: int, eps: float) -> float:
     """1 / sqrt(mean(x^2) + eps) of `width` floats. Each lane sums in order, then the lanes as a tree."""
     total = splat(ZERO)
@@ -52,12 +61,11 @@ def inverse_rms(x: int, width: int, eps: float) -> float:
     return ONE / np.sqrt(sum_lanes(total) / np.float32(width) + eps)
 
 
-@kernel
-def rms_norm(row: int, first: int, last: int) -> None:
+def rms_norm(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] (+)= x[t] / sqrt(mean(x[t]^2) + eps) * weight."""
     width, weight = word(row, t.WIDTH), word(row, t.WEIGHT)
     accumulate = word(row, t.ACCUMULATE) != 0
-    for index in range(first, last):
+    for index in range(*rows_of_unit(row, state, unit)):
         x = word(row, t.X) + index * word(row, t.X_STRIDE)
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
         scale = splat(inverse_rms(x, width, float_word(row, t.SCALAR)))
@@ -85,20 +93,18 @@ def activate(kind: int, gate: int, up: int, out: int, width: int) -> None:
         store(out + 4 * i, value)
 
 
-@kernel
-def gated_activation(row: int, first: int, last: int) -> None:
+def gated_activation(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] = act(x[t, :n]) * x[t, n:]."""
     width = word(row, t.WIDTH)
-    for index in range(first, last):
+    for index in range(*rows_of_unit(row, state, unit)):
         gate = word(row, t.X) + index * word(row, t.X_STRIDE)
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
         activate(word(row, t.KIND), gate, gate + 4 * width, out, width)
 
 
-@kernel
-def select_rows(row: int, state: int, first: int, last: int) -> None:
+def select_rows(row: int, state: int, unit: int, thread: int) -> None:
     """out[r] = x[logit_rows[r]]."""
-    for index in range(first, last):
+    for index in range(*rows_of_unit(row, state, unit)):
         source = load_i32(word(state, t.LOGIT_ROW_INDEX) + 4 * index)
         x = word(row, t.X) + source * word(row, t.X_STRIDE)
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)

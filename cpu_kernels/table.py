@@ -47,19 +47,21 @@ SILU, GELU_TANH = 0, 1
     GENERATION, FINISHED,    # number of the step that was launched last, and of the one that finished last
     STOP, FAILED,            # 1: threads end; 1: a thread failed, nobody waits for it
     NUM_THREADS, DONE_EVENT, # eventfd that says a step is finished
+    FUNCTIONS, TILES,        # addresses: of the operations' functions by opcode; the table of `tile.tile_table`
     OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
     SCRATCH, SCRATCH_BYTES,  # per thread
     NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS,
     TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, MAX_BLOCKS, LOGIT_ROW_INDEX,
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
-    POOL, BLOCK_SIZE, BLOCK_BYTES,
+    POOL, BLOCK_SIZE, BLOCK_BYTES, KV_FORMAT,
+    KEY_BYTES, VALUE_BYTES,  # K and V of one head in one block
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_WIDTH,  # HEAD_WIDTH: HEAD_DIM filled up to whole panels
     UNITS, NUM_UNITS,        # the attention plan of this step
     PARTIALS, PARTIAL_BYTES, ARRIVALS,
     VOCAB_SIZE, SAMPLING_SCRATCH, SAMPLING_FLOATS,  # per thread: float32 of scratch
     TOP_WIDTH,               # columns of the top lists
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(40)
+) = range(45)
 # fmt: on
 STATE_WORDS = 96
 
@@ -86,3 +88,11 @@ def rows_of(row: int, state: int) -> int:
 def rows_per_unit(rows: int, state: int) -> int:
     """Rows that one unit of a row-wise operation covers: four units a thread, at most 16 rows in one."""
     return max(1, min(16, rows // (4 * word(state, NUM_THREADS))))
+
+
+@kernel
+def rows_of_unit(row: int, state: int, unit: int) -> tuple[int, int]:
+    """First and last (exclusive) row of a unit of a row-wise operation."""
+    rows = rows_of(row, state)
+    each = rows_per_unit(rows, state)
+    return unit * each, min(rows, unit * each + each)

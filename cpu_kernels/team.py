@@ -5,28 +5,25 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import table as t
-from .executor import GENERATION_SHIFT, PROGRESS_BYTES, run_thread
+from .executor import GENERATION_SHIFT, PROGRESS_BYTES
 
-ThreadFunction = Callable[[Any, int, int, int, int], None]
+ThreadFunction = Callable[[int, int, int, int], None]
 
 
 class Team:
     """`num_threads` threads over one state table (see `table`). Calls come from one thread.
 
-    `function(variant, state address, thread, wake descriptor, mailbox address)` is what each thread runs; it returns
+    `function(state address, thread, wake descriptor, mailbox address)` is what each thread runs; it returns
     only after STOP or FAILED was set.
     """
 
-    def __init__(
-        self, variant: Any, state: NDArray[np.int64], num_threads: int, function: ThreadFunction = run_thread
-    ) -> None:
-        self._variant, self._state, self._function = variant, state, function
+    def __init__(self, function: ThreadFunction, state: NDArray[np.int64], num_threads: int) -> None:
+        self._function, self._state = function, state
         self._progress = np.zeros((int(state[t.NUM_OPS]), PROGRESS_BYTES // 8), dtype=np.int64)
         self._mailboxes = np.zeros((num_threads, 8), dtype=np.int64)
         self._error: BaseException | None = None
@@ -79,7 +76,7 @@ class Team:
     def _serve(self, index: int) -> None:
         mailbox = self._mailboxes[index : index + 1]
         try:
-            self._function(self._variant, self._state.ctypes.data, index, self._wake[index], mailbox.ctypes.data)
+            self._function(self._state.ctypes.data, index, self._wake[index], mailbox.ctypes.data)
         except BaseException as error:
             self._error = error
         if not self._state[t.STOP]:

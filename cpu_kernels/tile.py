@@ -14,22 +14,24 @@ bfloat16 pairs. Every segment has `k` elements but the last, which has `last_k`;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
+from numpy.typing import NDArray
 
+from .isa import BFLOAT16, FLOAT32, FORMAT_NAMES, Isa
 from .jit import instruction
 from .memory import INT64, POINTER
-from .variant import BFLOAT16, FLOAT32, FORMAT_NAMES, Isa, Variant
 from .vectors import FLOATS, INTS, float_constant, int_constant, multiply_add, splat_value
 
 BYTE = ir.IntType(8)
 ARGUMENTS = (
-    "x", "x_stride", "table", "segment_step", "panel_step", "panel_stride", "panel_offset", "segments", "k", "last_k", "step_stride",
-    "out", "out_stride", "bias", "accumulate",
+    "x", "x_stride", "table", "segment_step", "panel_step", "panel_stride", "panel_offset", "segments", "k", "last_k",
+    "step_stride", "out", "out_stride", "bias", "accumulate",
 )  # fmt: skip
 
 Values = list[Any]  # LLVM values
@@ -203,76 +205,54 @@ class _TileEmitter:
             builder.store(value, place, align=4)
 
 
-def tile_function(module: ir.Module, isa: Isa, weight_format: int, rows: int, width: int) -> ir.Function:
-    """The tile of `rows` rows and `width` panels in `module`; all arguments are int64."""
-    name = f"kvpool.tile.{isa.name}.{FORMAT_NAMES[weight_format]}.{rows}x{width}"
-    existing = module.globals.get(name)
-    if existing is not None:
-        return existing
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64] * len(ARGUMENTS)), name)
-    function.linkage = "linkonce_odr"
-    function.attributes.add("noinline")
-    _TileEmitter(function, STEPS[weight_format], rows, width).emit()
-    return function
+# -- all tiles of a processor -----------------------------------------------------------------------------------------
 
 
-# -- what kernels call ------------------------------------------------------------------------------------------------
+def tile_name(weight_format: int, rows: int, width: int) -> str:
+    return f"tile_{FORMAT_NAMES[weight_format]}_{rows}x{width}"
+
+
+def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
+    """One function for each format, number of rows and width; their names are `tile_name`'s."""
+    module = ir.Module(f"kvpool_tiles_{isa.name}")
+    kind = ir.FunctionType(ir.VoidType(), [INT64] * len(ARGUMENTS))
+    for weight_format in formats:
+        for rows, widths in enumerate(isa.tiles, start=1):
+            for width in widths:
+                function = ir.Function(module, kind, tile_name(weight_format, rows, width))
+                _TileEmitter(function, STEPS[weight_format], rows, width).emit()
+    return module
+
+
+def tile_names(isa: Isa, formats: Sequence[int]) -> list[str]:
+    return [tile_name(f, r, w) for f in formats for r, widths in enumerate(isa.tiles, start=1) for w in widths]
+
+
+# Kernels find a tile at [format, rows, panels]: the address and width of the widest one that fits in `panels` panels.
+# [format, 0, 0] holds the most rows that a tile has.
+TABLE_SHAPE = (8, 16, 16, 2)
+
+
+def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -> NDArray[np.int64]:
+    """TABLE_SHAPE int64, from the address of every tile by name."""
+    table = np.zeros(TABLE_SHAPE, dtype=np.int64)
+    for weight_format in formats:
+        table[weight_format, 0, 0] = isa.max_rows
+        for rows, widths in enumerate(isa.tiles, start=1):
+            for width in reversed(widths):
+                entry = addresses[tile_name(weight_format, rows, width)], width
+                table[weight_format, rows, width:] = entry
+    return table
 
 
 @instruction
-def tile(typing_context: Any, variant: Any, weight_format: Any, rows: Any, width: Any, arguments: Any) -> Any:
-    """Run the tile of `weight_format`, `rows` and `width` on a tuple of `ARGUMENTS`. Unknown combinations do nothing."""
+def call_tile(typing_context: Any, address: Any, arguments: Any) -> Any:
+    """Call the tile at an address with a tuple of `ARGUMENTS`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        which: Variant = variant.variant
-        _, number, row_count, panel_count, packed = values
-        operands = [builder.extract_value(packed, i) for i in range(len(ARGUMENTS))]
-        key = builder.add(builder.mul(number, INT64(1024)), builder.add(builder.mul(row_count, INT64(32)), panel_count))
-        done = builder.append_basic_block("tiled")
-        switch = builder.switch(key, done)
-        for chosen in which.formats:
-            for r, widths in enumerate(which.isa.tiles, start=1):
-                for w in widths:
-                    block = builder.append_basic_block(f"tile.{r}x{w}")
-                    switch.add_case(INT64(chosen * 1024 + r * 32 + w), block)
-                    with builder.goto_block(block):
-                        builder.call(tile_function(builder.module, which.isa, chosen, r, w), operands)
-                        builder.branch(done)
-        builder.position_at_end(done)
+        kind = ir.FunctionType(ir.VoidType(), [INT64] * len(ARGUMENTS))
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, [builder.extract_value(values[1], i) for i in range(len(ARGUMENTS))])
         return context.get_dummy_value()
 
-    numbers = types.UniTuple(types.int64, len(ARGUMENTS))
-    return types.void(variant, types.int64, types.int64, types.int64, numbers), generate
-
-
-@instruction
-def widest_tile(typing_context: Any, variant: Any, rows: Any, panels: Any) -> Any:
-    """The widest tile of `rows` rows that fits in `panels` panels."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        isa: Isa = variant.variant.isa
-        result = INT64(1)
-        for r, widths in enumerate(isa.tiles, start=1):
-            here = builder.icmp_signed("==", values[1], INT64(r))
-            for w in reversed(widths):
-                fits = builder.and_(here, builder.icmp_signed(">=", values[2], INT64(w)))
-                result = builder.select(fits, INT64(w), result)
-        return result
-
-    return types.int64(variant, types.int64, types.int64), generate
-
-
-@instruction
-def max_tile_rows(typing_context: Any, variant: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return INT64(variant.variant.isa.max_rows)
-
-    return types.int64(variant), generate
-
-
-@instruction
-def kv_format(typing_context: Any, variant: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return INT64(variant.variant.kv_format)
-
-    return types.int64(variant), generate
+    return types.void(types.int64, types.UniTuple(types.int64, len(ARGUMENTS))), generate

@@ -17,9 +17,9 @@ from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.core.typing.templates import signature as make_signature
 from numba.extending import models, register_model
 
+from .isa import host_fuses
 from .jit import instruction
 from .memory import POINTER
-from .variant import host_fuses
 
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cpu_kernels import table as t
-from ..cpu_kernels.compiler import compile_kernels
+from ..cpu_kernels.compiler import load_kernels
+from ..cpu_kernels.isa import BFLOAT16, FLOAT32, FORMAT_NAMES, host_isa
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.sampling import SampledArrays, SamplingArrays
 from ..cpu_kernels.team import Team
-from ..cpu_kernels.variant import BFLOAT16, FLOAT32, FORMAT_NAMES, Variant, host_isa
 from .backend import BackendLimits, Progress
 from .batch import StepBatch, StepResult
+from .cache import cache_directory
 from .cpu_memory import Bytes, map_bytes
 from .cpu_program import OperationTable, PoolLayout, Workspace
 from .cpu_weights import pack_weights
@@ -32,15 +32,6 @@ def _quiet(what: str, share: float) -> None:
     """Reports to nobody."""
 
 
-def default_cache() -> Path:
-    """Where compiled kernels are kept: $CACHE_DIRECTORY (systemd), $XDG_CACHE_HOME, else ~/.cache."""
-    base = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
-    if base:
-        return Path(base) / "kernels"
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "kvpool" / "kernels"
-
-
 def _format(name: str, field: str) -> int:
     if name not in FORMATS:
         raise ValueError(f"{field} {name!r} is not supported on the CPU; set {field} to {', '.join(FORMATS)}")
@@ -50,7 +41,8 @@ def _format(name: str, field: str) -> int:
 class CpuBackend:
     """Fulfils `backend.Backend`. `dtype` and `kv_dtype`: auto | float32 | bfloat16; activations are always float32.
 
-    `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept, None: nowhere.
+    `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
+    other files).
     Raises MemoryError naming what to lower, ValueError for an unknown dtype.
     """
 
@@ -70,7 +62,7 @@ class CpuBackend:
         kv_format = weight_format if kv_dtype == "auto" else _format(kv_dtype, "kv_dtype")
         self._limits, self._config = limits, program.config
         self._num_threads = threads or usable_cpus()
-        self._variant = Variant(host_isa(), (weight_format,), kv_format)
+        self._isa, self._weight_format, self._kv_format = host_isa(), weight_format, kv_format
         self._weights = pack_weights(program, checkpoint, weight_format, progress)
         self._workspace = Workspace(program, limits, self._num_threads)
         self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
@@ -81,10 +73,11 @@ class CpuBackend:
         self._pool: Bytes = np.zeros(0, dtype=np.uint8)
         self._batch: StepBatch | None = None
         self._kept: tuple[object, ...] = ()
-        progress("compiling kernels", 0.0)
-        problem = compile_kernels(self._variant, cache)
-        progress(problem or "compiling kernels", 1.0)
-        self._team = Team(self._variant, self._state, self._num_threads)
+        cache = cache or cache_directory() / "kernels"
+        self._kernels = load_kernels(self._isa, sorted({weight_format, kv_format}), cache, progress)
+        self._state[t.FUNCTIONS] = self._kernels.functions.ctypes.data
+        self._state[t.TILES] = self._kernels.tiles.ctypes.data
+        self._team = Team(self._kernels.run_thread, self._state, self._num_threads)
 
     def _new_state(self) -> NDArray[np.int64]:
         config, workspace, state = self._config, self._workspace, np.zeros(t.STATE_WORDS, dtype=np.int64)
@@ -95,6 +88,9 @@ class CpuBackend:
             t.SCRATCH_BYTES: workspace.scratch_bytes,
             t.BLOCK_SIZE: self._limits.block_size,
             t.BLOCK_BYTES: self._layout.block_bytes,
+            t.KV_FORMAT: self._kv_format,
+            t.KEY_BYTES: self._layout.key_bytes // config.num_kv_heads,
+            t.VALUE_BYTES: self._layout.value_bytes // config.num_kv_heads,
             t.NUM_HEADS: config.num_heads,
             t.NUM_KV_HEADS: config.num_kv_heads,
             t.HEAD_DIM: config.head_dim,
@@ -115,8 +111,8 @@ class CpuBackend:
 
     @property
     def description(self) -> str:
-        weights, kv = FORMAT_NAMES[self._variant.weight_formats[0]], FORMAT_NAMES[self._variant.kv_format]
-        return f"cpu, {self._variant.isa.name} kernels, {weights} weights, {kv} KV, {self._num_threads} threads"
+        weights, kv = FORMAT_NAMES[self._weight_format], FORMAT_NAMES[self._kv_format]
+        return f"cpu, {self._isa.name} kernels, {weights} weights, {kv} KV, {self._num_threads} threads"
 
     @property
     def weights_bytes(self) -> int:

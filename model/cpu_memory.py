@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -22,10 +23,8 @@ def map_bytes(size: int, purpose: str, remedy: str) -> Bytes:
         )
     memory = mmap.mmap(-1, max(1, size) + SLACK_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages
     array = np.frombuffer(memory, dtype=np.uint8)
     array[:: mmap.PAGESIZE] = 0
     return array[:size]

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from ..cpu_kernels import packing
 from ..cpu_kernels import table as t
 from ..cpu_kernels.attention import partial_bytes, scratch_bytes
+from ..cpu_kernels.isa import BFLOAT16
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.plan import SPLIT, UNIT_BYTES
 from ..cpu_kernels.sampling import scratch_floats
-from ..cpu_kernels.variant import BFLOAT16
 from .backend import BackendLimits
 from .config import ModelConfig
 from .cpu_memory import Bytes, Layout, map_bytes
@@ -32,6 +32,7 @@ from .program import (
     Rope,
     RopeKvWrite,
     SelectRows,
+    Weight,
 )
 
 KINDS = {"silu": t.SILU, "gelu_tanh": t.GELU_TANH}
