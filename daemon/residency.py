@@ -117,15 +117,21 @@ class Residency:
             return self.pool.num_blocks
         promised = self._promised_of[sequence.uid] - sequence.promised_blocks
         room = limit - self.pool.charged(sequence.uid) - promised
-        if room <= 0 and not self._others_hold_blocks(sequence):
+        if room <= 0 and not self._others_with_blocks(sequence):
             return self.pool.num_blocks  # the limit was lowered: what was accepted may still run, one at a time
         return room
 
-    def _others_hold_blocks(self, sequence: Sequence) -> bool:
-        return any(
-            other.uid == sequence.uid and other is not sequence and other.block_table
+    def _others_with_blocks(self, sequence: Sequence) -> list[Sequence]:
+        return [
+            other
             for other in self.roster.sequences.values()
-        )
+            if other.uid == sequence.uid and other is not sequence and other.block_table
+        ]
+
+    def _all_others(self, sequence: Sequence, outranks: Callable[[Sequence], bool]) -> list[Sequence] | None:
+        """Every other sequence of the same owner that holds blocks, if all of them may give way."""
+        victims = self._candidates(sequence, outranks, sequence.uid)
+        return victims if all(other in victims for other in self._others_with_blocks(sequence)) else None
 
     # Making room
 
@@ -138,19 +144,19 @@ class Residency:
         """
         room = self._quota_room(sequence)
         limit_short, pool_short = need - room, need + headroom - self.available(sequence)
-        own: list[Sequence] = []
+        own: list[Sequence] | None = []
         if limit_short > 0:
-            found = self._victims(sequence, limit_short, outranks, uid=sequence.uid)
-            if found is None:
+            own = self._victims(sequence, limit_short, outranks, uid=sequence.uid)
+            own = own if own is not None else self._all_others(sequence, outranks)
+            if own is None:
                 limit = self._limits.of(sequence.uid).max_blocks
                 return Refusal(f"uid {sequence.uid} would hold more than its max_blocks {limit}", Scope.OWNER)
-            own = found
         if pool_short > 0:
             found = self._victims(sequence, pool_short, outranks)
             if found is None:
                 spare = max(0, self.available(sequence) - headroom)
                 return Refusal(f"needs {need} blocks, {spare} can be had", Scope.ALL)
-            own += [victim for victim in found if victim not in own]
+            own = own + [victim for victim in found if victim not in own]
         for victim in own:
             self.preempt(victim)
         return None
@@ -228,10 +234,11 @@ class Residency:
                 self._shed(uid, charged - limit)
 
     def _shed(self, uid: int, surplus: int) -> None:
-        running = sorted((other for other in self.roster.running if other.uid == uid), key=self.rank)
-        if running:  # the best one stays, so that the owner's work goes on
-            victims = self._victims(running[0], surplus, lambda victim: True, uid)
-            for victim in victims or self._candidates(running[0], lambda victim: True, uid):
+        own = [other for other in self.roster.sequences.values() if other.uid == uid and other.block_table]
+        if own:  # the best one stays, so that the owner's work goes on
+            best = min(own, key=lambda other: (other.state is not SequenceState.RUNNING, self.rank(other)))
+            victims = self._victims(best, surplus, lambda victim: True, uid)
+            for victim in self._candidates(best, lambda victim: True, uid) if victims is None else victims:
                 self.preempt(victim)
 
     def break_deadlock(self) -> bool:

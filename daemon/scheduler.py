@@ -92,9 +92,13 @@ class Scheduler:
 
         Passing means that each of them can finish. `new=False` for another answer of a sequence that exists.
         """
+        self.check_possible(uid, num_prompt_tokens, max_tokens)
+        self._admission.check_places(uid, n, self.limits, new=new, retry_after_ms=self.retry_after_ms)
+
+    def check_possible(self, uid: int, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise TooLong, NeverFits or QuotaExceeded if such a sequence, accepted once, can no longer finish."""
         self._admission.check_lengths(num_prompt_tokens, max_tokens, self.limits)
         self._admission.check_blocks(uid, num_prompt_tokens, max_tokens, self.limits)
-        self._admission.check_places(uid, n, self.limits, new=new, retry_after_ms=self.retry_after_ms)
 
     @property
     def retry_after_ms(self) -> int:

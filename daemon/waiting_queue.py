@@ -62,8 +62,9 @@ class QueueScan:
     """
 
     def __init__(self, queue: WaitingQueue, now: float, ageing_s: float, counter: Callable[[int], float]) -> None:
-        self._queue, self._now, self._ageing_s, self._counter = queue, now, ageing_s, counter
-        self._index = dict.fromkeys(queue.lines, 0)  # line -> sequences passed over at its head
+        self._now, self._ageing_s, self._counter = now, ageing_s, counter
+        self._lines = {key: list(line) for key, line in queue.lines.items()}  # as they are now, whoever comes or goes
+        self._index = dict.fromkeys(self._lines, 0)  # sequences passed over at the head of each line
 
     def aged(self, sequence: Sequence) -> int:
         """Classes that it has won by waiting so far."""
@@ -71,7 +72,7 @@ class QueueScan:
 
     def best(self) -> Sequence | None:
         """The sequence to look at now; None when all were passed over."""
-        heads = [line[i] for key, i in self._index.items() if i < len(line := self._queue.lines.get(key, []))]
+        heads = [line[self._index[key]] for key, line in self._lines.items() if self._index[key] < len(line)]
         return min(heads, key=self._order, default=None)
 
     def _order(self, sequence: Sequence) -> tuple[int, float, int]:
@@ -85,4 +86,4 @@ class QueueScan:
         """Pass over all sequences of `uid` in this step."""
         for key in self._index:
             if key[1] == uid:
-                self._index[key] = len(self._queue)
+                self._index[key] = len(self._lines[key])

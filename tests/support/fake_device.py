@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Sequence as Items
 
 from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.sequence import Sequence
-from kvpool.daemon.step_plan import StepPlan
+from kvpool.daemon.sequence import Sequence, SequenceState
+from kvpool.daemon.step_plan import Chunk, StepPlan
 
 VOCAB_SIZE = 64
 
@@ -42,25 +42,44 @@ class FakeDevice:
         self.size = scheduler.pool.block_size
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}
         self.host: dict[tuple[int, int], tuple[int, int] | None] = {}
+        self._in_flight: list[tuple[Chunk, list[int], list[tuple[int, int]]]] = []  # with tokens and slots at launch
 
-    def run(self, plan: StepPlan) -> dict[int, int]:
-        """Carry the plan out, checking that it is within its limits; the sampled tokens."""
+    def launch(self, plan: StepPlan) -> None:
+        """Take the plan over, checking that it is within its limits, and move blocks."""
         limits = self.scheduler.limits
         assert len(plan.chunks) <= limits.max_num_seqs
         assert sum(chunk.num_tokens for chunk in plan.chunks) == plan.num_tokens <= limits.max_num_batched_tokens
         assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
         self._move(plan)
+        self._in_flight = []
         for chunk in plan.chunks:
-            tokens = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            assert len(tokens) == chunk.num_tokens >= 1
-            assert chunk.start == chunk.sequence.num_computed_tokens
-            for position, token in enumerate(tokens, chunk.start):
-                self.memory[self.slot(chunk.sequence, position)] = (token, position)
-        return {
-            chunk.sequence.sequence_id: next_token(self.read(chunk.sequence, chunk.start + chunk.num_tokens))
-            for chunk in plan.chunks
-            if self.read(chunk.sequence, chunk.start + chunk.num_tokens) and chunk.samples
-        }
+            sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+            assert sequence.state is SequenceState.RUNNING
+            assert chunk.start == sequence.num_computed_tokens < end <= sequence.num_tokens
+            slots = [self.slot(sequence, position) for position in range(self._first(end), end)]
+            self._in_flight.append((chunk, sequence.token_ids[:end], slots))
+
+    def collect(self) -> dict[int, int]:
+        """Compute what was launched; the sampled tokens. Every sequence must still hold the blocks it had then."""
+        for chunk, tokens, slots in self._in_flight:
+            first = len(tokens) - len(slots)
+            assert slots == [self.slot(chunk.sequence, position) for position in range(first, len(tokens))]
+            for position in range(max(first, chunk.start), len(tokens)):
+                self.memory[slots[position - first]] = (tokens[position], position)
+        sampled = {}
+        for chunk, tokens, slots in self._in_flight:
+            first = len(tokens) - len(slots)
+            for position, slot in enumerate(slots, first):
+                found, wanted = self.memory.get(slot), (tokens[position], position)
+                assert found == wanted, f"{chunk.sequence!r} reads {found} at {position}, where it wrote {wanted}"
+            if chunk.samples:
+                sampled[chunk.sequence.sequence_id] = next_token(tokens)
+        return sampled
+
+    def _first(self, end: int) -> int:
+        """The first position that the token at `end` - 1 looks at."""
+        window = self.scheduler.tables.window
+        return max(0, end - window) if window else 0
 
     def _move(self, plan: StepPlan) -> None:
         sources, destinations = {a for a, _ in plan.copies}, [b for _, b in plan.copies]
@@ -89,21 +108,11 @@ class FakeDevice:
         assert 0 <= block < self.scheduler.pool.num_blocks
         return block, position % self.size
 
-    def read(self, sequence: Sequence, end: int) -> list[int]:
-        """The context of the token at `end` - 1 as the pool holds it; what left the window comes from the tokens."""
-        window = self.scheduler.tables.window
-        first = max(0, end - window) if window else 0
-        for position in range(first, end):
-            found = self.memory.get(self.slot(sequence, position))
-            wanted = (sequence.token_ids[position], position)
-            assert found == wanted, f"{sequence!r} reads {found} at {position}, where it wrote {wanted}"
-        return sequence.token_ids[:end]
-
-    def step(self, now: float) -> tuple[StepPlan, list[Sequence]]:
+    def step(self, now: float = 0.0) -> tuple[StepPlan, list[Sequence]]:
         """One whole step; the plan, and what ended in it."""
         plan = self.scheduler.schedule(now)
-        tokens = self.run(plan)
-        return plan, [*plan.expired, *self.scheduler.update(plan, tokens)]
+        self.launch(plan)
+        return plan, [*plan.expired, *self.scheduler.update(plan, self.collect())]
 
     def drain(self, max_steps: int = 5000, now: float = 0.0) -> int:
         """Step until nothing is queued or running; how many steps that took."""
