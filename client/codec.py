@@ -14,7 +14,7 @@ import msgpack
 
 from .errors import InvalidArgument, ProtocolError, TooLong
 from .messages import CLIENT_MESSAGES, DAEMON_MESSAGES, ClientMessage, DaemonMessage, Message
-from .schema import ListOf, Mismatch, Optional, Record, Spec, record_of, shown
+from .schema import Integer, ListOf, Mismatch, Name, Optional, Record, Spec, record_of, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +127,15 @@ def _refuse_extension(code: int, _data: bytes) -> NoReturn:
 
 def _fail(wire: Mapping[str, Any], message: str, field: str) -> NoReturn:
     """Raise with the ids that the damaged message does carry, so that the answer finds who waits for it."""
-    request_id, call_id = wire.get("request_id"), wire.get("call_id")
-    raise ProtocolError(
-        message,
-        field=field,
-        request_id=request_id if type(request_id) is str and len(request_id) <= 128 else None,
-        call_id=call_id if type(call_id) is int and 0 <= call_id < 2**63 else None,
-    )
+    request_id, call_id = _if_valid(Name(max_bytes=128), wire, "request_id"), _if_valid(Integer(0), wire, "call_id")
+    raise ProtocolError(message, field=field, request_id=request_id, call_id=call_id)
+
+
+def _if_valid(spec: Spec, wire: Mapping[str, Any], name: str) -> Any:
+    try:
+        return spec.check(wire.get(name))
+    except Mismatch:
+        return None
 
 
 def _to_map(value: Any, record: Record) -> dict[str, Any]:
