@@ -113,9 +113,11 @@ def stats(clients: Clients) -> dict[str, Any]:
     scheduler, pool = engine.scheduler, engine.scheduler.pool
     cached = pool.num_cached
     return engine.metrics.snapshot(clients.now) | {
+        **(engine.journal.stats() if engine.journal else {"journal": "off"}),
         "epoch": engine.epoch,
         "model": clients.model_name,
         "draining": clients.draining,
+        "in_flight_s": engine.in_flight_s(clients.now),
         "block_size": pool.block_size,
         "blocks_total": pool.num_blocks,
         "blocks_free": pool.num_free - cached,

@@ -21,12 +21,15 @@ from typing import NamedTuple
 from ..client.errors import InternalError, KVPoolError, NumericError
 from ..client.protocol import ErrorInfo, Finished, Notice, TokenBatch
 from ..model.batch import StepResult
+from .journal import Journal
+from .journal_records import KnownRequest
 from .metrics import Metrics
 from .request import Request, Sample, Token
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .step_plan import Chunk, StepPlan
 from .step_runner import StepRunner
+from .submission import submit_of
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +54,19 @@ class Engine:
     Each sample of a submitted request ends in exactly one Finished, whatever happens to it.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, metrics: Metrics, *, epoch: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, metrics: Metrics, *, epoch: int, journal: Journal | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.metrics = metrics
         self.epoch = epoch
+        self.journal = journal
         self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
         self._outputs: list[Output] = []
         self._plan: StepPlan | None = None  # in flight
+        self._launched_at = 0.0
         self._changed = False  # something happened since the scheduler last had nothing to do
         self._wake_at: float | None = None
         self._failures = 0  # steps in a row
@@ -69,6 +76,10 @@ class Engine:
         """The device works on a step; poll the runner's descriptor."""
         return self._plan is not None
 
+    def in_flight_s(self, now: float) -> float:
+        """How long the device has been working on its step."""
+        return 0.0 if self._plan is None else now - self._launched_at
+
     @property
     def idle(self) -> bool:
         """No request is alive and nothing waits to be given out."""
@@ -76,8 +87,16 @@ class Engine:
 
     @property
     def wake_at(self) -> float | None:
-        """When `turn` is due although nothing happens (monotonic seconds): a deadline, or a rate limit."""
-        return None if self._plan is not None else self._wake_at
+        """When `turn` is due although nothing happens (monotonic seconds): a deadline, a rate limit, or the journal."""
+        if self._plan is not None:
+            return None
+        times = [self._wake_at, self.journal and self.journal.wake_at]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def survives(self) -> bool:
+        """The next daemon will go on with what is not finished."""
+        return self.journal is not None and self.journal.works
 
     def take_outputs(self) -> list[Output]:
         """What was made since the last call, in order."""
@@ -90,6 +109,10 @@ class Engine:
         """Take a request. Raises KVPoolError, and keeps nothing of it, if it cannot be taken."""
         params = request.params
         self.scheduler.check_admission(request.uid, len(request.prompt_ids), params.max_tokens, params.n)
+        if self.journal is not None:
+            request.journal_key = self.journal.accept(
+                request.uid, submit_of(request), params.n, request.seed, request.arrival, time.time()
+            )
         samples = [Sample.of(request, index) for index in range(params.n)]
         sequences = [sample.sequence for sample in samples]
         if len(sequences) == 1:
@@ -102,6 +125,31 @@ class Engine:
             self._pause_without_credit(sample)
         self.metrics.requests_total += 1
         self.metrics.prompt_tokens_total += len(request.prompt_ids)
+        self._changed = True
+
+    def take_up(self, request: Request, known: KnownRequest) -> None:
+        """Go on with a request where an earlier daemon left it: what it was given is known, and nothing computed.
+
+        It may no longer be possible (max_model_len is lower now): then it ends with that error.
+        """
+        params, total = request.params, len(request.prompt_ids)
+        request.journal_key, request.taken_up = known.accept.key, True
+        request.samples = [Sample.of(request, index) for index in range(params.n)]
+        error: KVPoolError | None = None
+        try:
+            self.scheduler.check_possible(request.uid, total, params.max_tokens)
+        except KVPoolError as refusal:
+            error = refusal
+        for sample, past in zip(request.samples, known.samples, strict=True):
+            sample.restore(past, self.epoch)
+            if sample.finished is None:
+                self.scheduler.add(sample.sequence)
+                self._samples[sample.sequence.sequence_id] = sample
+                if error is not None:
+                    self._end(sample, "error", error)
+            if sample.num_sent:
+                request.first_token_at = request.arrival
+        self.metrics.requests_taken_up_total += 1
         self._changed = True
 
     def cancel(self, request: Request, reason: str = "cancelled", error: KVPoolError | None = None) -> None:
@@ -141,6 +189,8 @@ class Engine:
         if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
             self._schedule(now)
         self._flush()
+        if self.journal is not None:
+            self.journal.commit(now)  # before anybody is told
 
     def _collect(self, now: float) -> None:
         plan, self._plan = self._plan, None
@@ -200,7 +250,7 @@ class Engine:
             try:
                 if plan.chunks:
                     self.runner.start(plan)
-                    self._plan = plan
+                    self._plan, self._launched_at = plan, now
                     self.metrics.host_s.append(time.perf_counter() - begin)
                 else:
                     self.runner.move(plan)
@@ -279,6 +329,8 @@ class Engine:
         if batch is not None:
             self.metrics.tokens_generated_total += len(batch.token_ids)
             self._outputs.append(Output(sample.request, batch))
+            if self.journal is not None and sample.request.journal_key is not None:
+                self.journal.tokens(sample.request.journal_key, batch)
         if stopped and self.scheduler.finish(sample.sequence, "stop"):
             del self._samples[sample.sequence.sequence_id]
             self.runner.release(sample)
@@ -296,6 +348,8 @@ class Engine:
         sample.finished = Finished(
             self.epoch, sample.request.request_id, sample.index, reason, sample.usage, tail, info
         )
+        if self.journal is not None and sample.request.journal_key is not None:
+            self.journal.end(sample.request.journal_key, sample.finished)
         return sample.finished
 
 

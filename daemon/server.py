@@ -128,21 +128,29 @@ class Server:
         self._slow_retry_s = SLOW_RETRY_S
         for fd in (self._router_fd, endpoint.lifelines.fileno(), signals.fileno(), engine.runner.fileno()):
             poller.watch(fd)
+        self._feed_watchdog()
 
     # The loop
 
     def run(self) -> None:
-        """Serve until drained. Raises DeviceLost if the device is of no more use."""
+        """Serve until drained; in the end every request has had its own. Raises DeviceLost if the device is lost."""
+        try:
+            while not self._drained():
+                self._turn()
+        finally:
+            self._clients.shut_down()
+            self._engine.turn(time.monotonic(), step_done=False)
+            self._clients.deliver(self._engine.take_outputs())
+            self._clients.say_goodbye("shutting_down")
+
+    def _turn(self) -> None:
         clients, engine = self._clients, self._engine
-        while not self._drained():
-            ready = self._poller.wait(self._timeout())
-            clients.now = time.monotonic()
-            self._dispatch(ready)
-            engine.turn(clients.now, step_done=engine.in_flight and engine.runner.fileno() in ready)
-            if engine.in_flight:
-                self._manager.watchdog()
-            clients.deliver(engine.take_outputs())
-            self._cron(clients.now)
+        ready = self._poller.wait(self._timeout())
+        clients.now = time.monotonic()
+        self._dispatch(ready)
+        engine.turn(clients.now, step_done=engine.in_flight and engine.runner.fileno() in ready)
+        clients.deliver(engine.take_outputs())
+        self._cron(clients.now)
 
     def _timeout(self) -> float | None:
         """Seconds until something is due; 0: something is there already; None: only an event can change anything."""
@@ -216,6 +224,15 @@ class Server:
             self._slow_retry_s = SLOW_RETRY_S if progressed else min(1.0, self._slow_retry_s * 1.5)
         self._audit(now)
 
+    def _feed_watchdog(self) -> None:
+        """Tell the manager that all is well, while it is: health is progress, and a step that hangs is none."""
+        period_s = self._manager.watchdog_s
+        if period_s is not None:
+            now = time.monotonic()
+            if self._engine.in_flight_s(now) < period_s:
+                self._manager.watchdog()
+            self._timers.at(now + period_s / 3, self._feed_watchdog)
+
     def _audit(self, now: float) -> None:
         """Hold the books against themselves once the daemon has been at rest for a moment, but not too often."""
         if not self._engine.idle:
@@ -250,13 +267,7 @@ class Server:
         if not self._clients.draining:
             return False
         late = self._stop_at is not None and time.monotonic() >= self._stop_at
-        if not late and not self._engine.idle:
-            return False
-        self._clients.shut_down()
-        self._engine.turn(time.monotonic(), step_done=False)
-        self._clients.deliver(self._engine.take_outputs())
-        self._clients.say_goodbye("shutting_down")
-        return True
+        return late or self._engine.idle
 
 
 def _peer_address(frame: zmq.Frame) -> str:
