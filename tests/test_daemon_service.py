@@ -52,7 +52,7 @@ def test_inherited_sockets_are_for_this_process_only() -> None:
     assert inherited_fds({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "x"}) == []
 
 
-def plan(config: Config, available_bytes: int = 1 << 30) -> Ledger:
+def plan(config: Config, available_bytes: int = 1 << 30, auto_bytes: int | None = None) -> Ledger:
     return plan_memory(
         config,
         weights_bytes=100 << 20,
@@ -61,6 +61,7 @@ def plan(config: Config, available_bytes: int = 1 << 30) -> Ledger:
         available_bytes=available_bytes,
         max_model_len=100,
         auto_share=CPU_AUTO_SHARE,
+        auto_bytes=auto_bytes,
     )
 
 
@@ -70,6 +71,10 @@ def test_auto_takes_what_the_sequences_can_use() -> None:
 
 def test_auto_leaves_most_of_the_memory_to_others() -> None:
     assert plan(Config(max_num_seqs=512)).num_blocks == 256
+
+
+def test_auto_stops_at_a_size_that_starts_quickly() -> None:
+    assert plan(Config(max_num_seqs=512), auto_bytes=100 << 20).num_blocks == 100
 
 
 def test_auto_never_takes_less_than_one_sequence() -> None:
