@@ -56,6 +56,7 @@ class Residency:
         self.host = host
         self.costs = costs
         self.promised = 0  # free blocks that belong to admitted sequences
+        self.deadlocks_broken = 0
         self._promised_of: Counter[int] = Counter()  # by uid
         self._usage: dict[int, float] = {}  # by uid; see `begin`
         self._shares: dict[int, float] = {}
@@ -249,6 +250,7 @@ class Residency:
         if len(self.roster.running) < 2:
             return False
         self.preempt(max(self.roster.running, key=self.rank))
+        self.deadlocks_broken += 1
         return True
 
     # Taking away, and giving back
