@@ -46,21 +46,24 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> StepBatch:
         """The arrays of a plan with at least one chunk."""
         chunks = plan.chunks
-        slots = np.array([self._prepare(chunk) for chunk in chunks])  # (S,)
+        slots = self._prepare(chunks)  # (S,)
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.num_tokens for chunk in chunks])
+        sampled = np.array([chunk.samples for chunk in chunks])
         query_start = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
-        owners = np.repeat(slots, counts)  # (T,) each row's slot
-        positions = np.arange(plan.num_tokens) + np.repeat(starts - query_start[:-1], counts)
-        blocks = self._block_tables[owners, positions // self._block_size].astype(np.int64)
         seq_lens = starts + counts
+        if plan.num_tokens == len(chunks):  # only decodes: one row each
+            owners, positions = slots, starts
+        else:
+            owners = np.repeat(slots, counts)  # (T,) each row's slot
+            positions = np.arange(plan.num_tokens) + np.repeat(starts - query_start[:-1], counts)
+        blocks, offsets = np.divmod(positions, self._block_size)
         widest = -(-int(seq_lens.max()) // self._block_size)
-        sampled = np.array([chunk.samples for chunk in chunks])
         return StepBatch(
             tokens=_tokens(chunks),
             positions=positions.astype(np.int32),
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            slot_mapping=self._block_tables[owners, blocks].astype(np.int64) * self._block_size + offsets,
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self._block_tables[slots, :widest],
@@ -68,21 +71,27 @@ class StepBuilder:
             sampling=self._sampling([chunk for chunk in chunks if chunk.samples], slots[sampled]),
         )
 
-    def _prepare(self, chunk: Chunk) -> int:
-        """The chunk's slot, with its block table up to date. Only entries from the chunk's first token on can differ
+    def _prepare(self, chunks: list[Chunk]) -> Int64:
+        """The chunks' slots, with their block tables up to date. Only entries from a chunk's first token on can differ
         from those of the step before: blocks are appended, and copy-on-write replaces the one being written."""
-        sample = _sample_of(chunk)
-        first = chunk.start // self._block_size
-        if sample.slot < 0:
-            sample.slot = self._free_slots.pop()
-            self._write_parameters(sample)
-            first = 0
-        row, table = self._block_tables[sample.slot], chunk.sequence.block_table
-        if len(table) == first + 1:
-            row[first] = table[first]
-        else:
-            row[first : len(table)] = table[first:]
-        return sample.slot
+        slots: list[int] = []
+        firsts: list[int] = []
+        blocks: list[int] = []
+        size = self._block_size
+        for chunk in chunks:
+            sample, table, first = _sample_of(chunk), chunk.sequence.block_table, chunk.start // size
+            if sample.slot < 0:
+                sample.slot = self._free_slots.pop()
+                self._write_parameters(sample)
+                self._block_tables[sample.slot, : len(table)] = table
+            elif len(table) > first + 1:
+                self._block_tables[sample.slot, first : len(table)] = table[first:]
+            slots.append(sample.slot)
+            firsts.append(first)
+            blocks.append(table[first])
+        rows = np.array(slots)
+        self._block_tables[rows, firsts] = blocks
+        return rows
 
     def _write_parameters(self, sample: Sample) -> None:
         params, slot = sample.request.params, sample.slot
