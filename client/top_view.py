@@ -1,7 +1,8 @@
 """What `kvpool top` shows: a snapshot of the pool as lines of text.
 
 Every block is a cell in the colour of the sequence that holds it. Without colour a cell is the sequence's letter, upper
-case where the block is shared. A pool with more blocks than cells shows several in one: what most of them are.
+case where the block is shared. Of a pool with more blocks than there is room for, every second (third, ...) is shown,
+which keeps the proportions.
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ def draw(pool: PoolMap, rows: list[Row], tokens_per_s: float, view: View, termin
     """The whole display, at most the terminal's height."""
     head = [_title(pool, terminal.width), _bar(pool, terminal), *_figures(pool, tokens_per_s, terminal.width), []]
     room = max(4, terminal.height - len(head) - 6)
-    cells = _block_map(pool, rows, terminal, max_lines=max(2, room // 2))
-    lines = [*head, *cells, _legend(pool, terminal), []]
+    for_rows = max(3, min(len(rows) + 1, room // 2))
+    cells, stride = block_map(pool, rows, terminal, max_lines=max(2, room - for_rows))
+    lines = [*head, *cells, legend(stride, terminal), []]
     listing = _listing(sorted(rows, key=SORTS[view.sort]), view, terminal)
     return [*lines, *listing[: max(3, terminal.height - len(lines) - 1)]]
 
@@ -158,14 +160,13 @@ def _figures(pool: PoolMap, tokens_per_s: float, width: int) -> list[Line]:
 # ---- the map
 
 
-def _block_map(pool: PoolMap, rows: list[Row], terminal: Terminal, max_lines: int) -> list[Line]:
+def block_map(pool: PoolMap, rows: list[Row], terminal: Terminal, max_lines: int) -> tuple[list[Line], int]:
+    """(lines, every how many-th block they show)."""
     holders = _holders(pool, rows)
-    per_cell = max(1, -(-pool.num_blocks // (terminal.width * max_lines)))
-    spans = [
-        _cell(pool, holders[start : start + per_cell], start, rows, terminal)
-        for start in range(0, pool.num_blocks, per_cell)
-    ]
-    return [_joined(spans[start : start + terminal.width]) for start in range(0, len(spans), terminal.width)]
+    stride = max(1, -(-pool.num_blocks // (terminal.width * max_lines)))
+    spans = [_cell(pool, block, int(holders[block]), rows, terminal) for block in range(0, pool.num_blocks, stride)]
+    lines = [_joined(spans[start : start + terminal.width]) for start in range(0, len(spans), terminal.width)]
+    return lines, stride
 
 
 def _holders(pool: PoolMap, rows: list[Row]) -> NDArray[np.int32]:
@@ -177,21 +178,17 @@ def _holders(pool: PoolMap, rows: list[Row]) -> NDArray[np.int32]:
     return holders
 
 
-def _cell(pool: PoolMap, holders: NDArray[np.int32], start: int, rows: list[Row], terminal: Terminal) -> Span:
-    """One character for the blocks from `start` on: what most of them are, and of whom."""
-    states = pool.states[start : start + len(holders)]
-    state = int(np.bincount(states, minlength=3).argmax())
+def _cell(pool: PoolMap, block: int, holder: int, rows: list[Row], terminal: Terminal) -> Span:
+    """One character for a block: what it is, and of which row."""
     letters = not (terminal.colour and terminal.unicode)
+    state, shared = pool.states[block], pool.ref_counts[block] > 1
     if state == FREE:
         return ("." if letters else "·", FREE_STYLE)
     if state == CACHED:
         return (":" if letters else "▪", CACHED_STYLE)
-    used = states == USED
-    shared = bool(np.median(pool.ref_counts[start : start + len(holders)][used]) > 1)
-    number = int(np.bincount(holders[used] + 1).argmax()) - 1
-    if number < 0:
+    if holder < 0:
         return ("?" if letters else "■", OTHERS_STYLE)
-    row = rows[number]
+    row = rows[holder]
     if letters:
         return (row.letter.upper() if shared else row.letter, row.style)
     return ("◆" if shared else "■", row.style)
@@ -208,16 +205,17 @@ def _joined(spans: list[Span]) -> Line:
     return line
 
 
-def _legend(pool: PoolMap, terminal: Terminal) -> Line:
+def legend(stride: int, terminal: Terminal) -> Line:
+    sampled = f", one block in {stride} shown" if stride > 1 else ""
     if terminal.colour and terminal.unicode:
         return [
             ("■ in use, by sequence   ◆ shared   ", DIM),
             ("▪", CACHED_STYLE),
             (" cached   ", DIM),
             ("·", FREE_STYLE),
-            (" free", DIM),
+            (f" free{sampled}", DIM),
         ]
-    return [("a-z in use, by sequence   A-Z shared   ? of others   : cached   . free", DIM)]
+    return [(f"a-z in use by sequence, A-Z shared, ? of others, : cached, . free{sampled}", DIM)]
 
 
 # ---- the table
@@ -229,16 +227,16 @@ def _listing(rows: list[Row], view: View, terminal: Terminal) -> list[Line]:
     wide = terminal.width >= 110
     columns = [
         Column("ID", right=True),
-        Column("REQUEST", share=2, min_width=6),
-        Column("CLIENT", share=2, min_width=6),
+        Column("REQUEST", share=2, min_width=7),
+        Column("CLIENT", share=3, min_width=6),
         Column("STATE"),
         Column("TOKENS", right=True),
         Column("BLKS", right=True),
-        Column("SHRD", right=True),
+        Column("SHR", right=True),
         Column("TOK/S", right=True),
         Column("AGE", right=True),
         *([Column("USER", share=1), Column("CACHED", right=True), Column("PRIO", right=True)] if wide else []),
-        Column("WHY", share=3, min_width=3),
+        Column("WHY", share=6, min_width=3),
     ]
     return table(columns, [_cells(row, view, terminal, wide) for row in rows], terminal.width, gap=1)
 

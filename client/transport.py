@@ -112,7 +112,7 @@ def _close_all(
     pid: int, lifeline: socket.socket, dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     """Also when a transport is garbage-collected: a context that went first would wait for its socket for ever."""
-    lifeline.close()
     if os.getpid() == pid:  # ZeroMQ's sockets are not a forked child's to close
         dealer.close()
         context.term()
+    lifeline.close()  # last, so that a goodbye is on its way before the hang-up
