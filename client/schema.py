@@ -85,7 +85,7 @@ class Real:
     def describe(self) -> str:
         if (self.low, self.high) == (-FLOAT_MAX, FLOAT_MAX):
             return "a finite number"
-        return f"a number from {self.low:g} to {self.high:g}"
+        return f"a number from {self.low:.10g} to {self.high:.10g}"
 
 
 @dataclass(frozen=True, slots=True)

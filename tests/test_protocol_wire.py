@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.client.errors import ERRORS_BY_CODE
 from kvpool.client.lifeline import FrameReader
-from kvpool.client.protocol import CLIENT_MESSAGES, DAEMON_MESSAGES, decode_client_message, decode_daemon_message
+from kvpool.client.protocol import (
+    CLIENT_MESSAGES,
+    DAEMON_MESSAGES,
+    PROTOCOL_VERSION,
+    decode_client_message,
+    decode_daemon_message,
+)
+from tests.support.protocol_tables import PAGE, all_tables
 from tests.support.wire_samples import FRAMES, SAMPLES, WIRE, recorded, recordings
 
 
@@ -31,3 +39,14 @@ def test_nothing_is_missing_and_nothing_is_left_over() -> None:
     kinds = {type(message) for message in SAMPLES.values()}
     assert kinds == {*CLIENT_MESSAGES.values(), *DAEMON_MESSAGES.values()}
     assert {path.stem for path in WIRE.iterdir()} == {*SAMPLES, *FRAMES}
+
+
+def test_the_page_describes_the_wire_as_it_is() -> None:
+    page = PAGE.read_text()
+    for name, table in all_tables().items():
+        assert table in page, f"the table of {name} is out of date: python -m tests.support.protocol_tables"
+    for name in (*CLIENT_MESSAGES, *DAEMON_MESSAGES):
+        assert f"**`{name}`**" in page
+    for code in ERRORS_BY_CODE:
+        assert f"| `{code}` |" in page
+    assert f"Version {PROTOCOL_VERSION}." in page
