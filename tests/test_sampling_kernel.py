@@ -203,6 +203,29 @@ def test_ties_at_the_edge_of_a_kept_set_go_to_the_lowest_ids() -> None:
     assert drawn == {"top_k": {0, 1, 2, 900}, "top_p": {0, 1, 2, 900}}
 
 
+@pytest.mark.parametrize(
+    ("options", "counts", "expected"),
+    [
+        ({"repetition_penalty": 2}, [(0, 0)], 1),  # a token of the prompt counts
+        ({"repetition_penalty": 0.5}, [(2, 3)], 0),  # a negative logit is multiplied: -0.5
+        ({"presence_penalty": 0.2}, [(0, 0)], 0),  # only generated tokens count
+        ({"presence_penalty": 0.2}, [(0, 1)], 1),
+        ({"presence_penalty": 0.08}, [(0, 9)], 0),  # however often
+        ({"frequency_penalty": 0.06}, [(0, 1)], 0),
+        ({"frequency_penalty": 0.06}, [(0, 2)], 1),
+        ({"frequency_penalty": -2}, [(2, 2)], 2),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+def test_penalties_by_hand(
+    options: dict[str, float], counts: list[tuple[int, int]], expected: int, temperature: float
+) -> None:
+    logits = np.array([[1, 0.9, -1]], dtype=np.float32)
+    sampled = check(logits, sampling_batch(1, temperature=temperature, penalties=[counts], **options))
+    assert sampled.tokens.tolist() == [expected]
+    assert sampled.logprobs[0] == pytest.approx(oracle.log_softmax(logits[0])[expected], abs=1e-6)  # of raw logits
+
+
 # --- one row never sees another --------------------------------------------------------------------------------------
 
 
