@@ -119,6 +119,7 @@ def stats(clients: Clients) -> dict[str, Any]:
         "draining": clients.draining,
         "in_flight_s": engine.in_flight_s(clients.now),
         "block_size": pool.block_size,
+        "block_bytes": engine.runner.block_bytes,
         "blocks_total": pool.num_blocks,
         "blocks_free": pool.num_free - cached,
         "blocks_cached": cached,

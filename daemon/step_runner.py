@@ -29,6 +29,10 @@ class StepRunner:
         self._num_tokens = 0
         self.last_step_s = 0.0
 
+    @property
+    def block_bytes(self) -> int:
+        return self._backend.block_bytes
+
     def fileno(self) -> int:
         """Polls readable when the step that was started is done."""
         return self._backend.fileno()
