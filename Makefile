@@ -34,7 +34,8 @@ test-slow: model
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@mkdir -p $(VENV)/typed && ln -sfn "$(CURDIR)" $(VENV)/typed/kvpool  # mypy finds packages by folder name
+	MYPYPATH=$(VENV)/typed $(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
