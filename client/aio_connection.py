@@ -76,7 +76,7 @@ class AsyncConnection:
 
     def flush(self) -> None:
         """Send what waits, if anything does."""
-        if self.core.outbox:
+        if self.core.has_output:
             self.pump()
 
     def drop(self, stream: StreamState) -> None:

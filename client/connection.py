@@ -83,7 +83,7 @@ class Connection:
                     self._changed.wait(remaining_s)
                 else:
                     self._drive(remaining_s)
-            if self.core.outbox:
+            if self.core.has_output:
                 self._pump_for_others()
             return value
 
@@ -128,32 +128,35 @@ class Connection:
             self.core.expire(time.monotonic())
             if self._transport is None:
                 self._reconnect(limit_s)
-            elif not self._pump():
-                self._poll(min(limit_s, RETRY_S) if self.core.has_detached else limit_s)
-                self._pump()
+            elif not (self.core.has_output and self._pump()):
+                lifeline_ready = self._poll(min(limit_s, RETRY_S) if self.core.has_detached else limit_s)
+                self._pump(lifeline_ready)
         finally:
             self._driving = False
             if self._closed:
                 self._close_wake_fd()
             self._changed.notify_all()
 
-    def _poll(self, limit_s: float) -> None:
+    def _poll(self, limit_s: float) -> bool:
+        """Sleep until something is to be read; True when it is (also) the lifeline."""
         self._changed.release()
         try:
             self._settle_dropped()
             ready = self._poller.poll(limit_s * 1000 + 1)
         finally:
             _acquire_surely(self._changed)
-        if any(fd == self._wake_fd for fd, _ in ready):
+        fds = [fd for fd, _ in ready]
+        if self._wake_fd in fds:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
+        return self._transport is not None and self._transport.filenos[1] in fds
 
-    def _pump(self) -> bool:
+    def _pump(self, lifeline_ready: bool = True) -> bool:
         """True when something came, be it the end of the connection."""
         if self._transport is None:
             return False
         try:
-            return self._transport.pump(self.core)
+            return self._transport.pump(self.core, lifeline_ready)
         except ProtocolError as error:
             self._lose(ConnectionLost(f"the daemon sent what is no valid message: {error}"))
         except KVPoolError as error:

@@ -132,6 +132,11 @@ class Core:
         return any(stream.detached_until is not None for stream in self._streams.values())
 
     @property
+    def has_output(self) -> bool:
+        """Something waits to be sent."""
+        return bool(self.outbox or self.lifeline_outbox)
+
+    @property
     def num_streams(self) -> int:
         return len(self._streams)
 

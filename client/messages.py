@@ -4,6 +4,8 @@ PROTOCOL.md says who sends what, when and why; this module is its table. A field
 wire. `request_id` names a request among those of one user; `sample` counts the n sequences of a request from 0;
 `index` counts the generated tokens of a sample from 0. Every message of the daemon carries its `epoch`, a number that
 is another one after a restart.
+
+Long because it is one table, of all messages.
 """
 
 from __future__ import annotations

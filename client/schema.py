@@ -8,6 +8,7 @@ strict: `True` is not an integer, 1.0 is not an integer, NaN is never a number, 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
@@ -289,7 +290,11 @@ class Field:
     name: str
     spec: Spec
     required: bool
-    default: Any = None
+    default: Any
+    check: Callable[[Any], Any]  # the spec's, looked up once
+
+
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +307,26 @@ class Record:
     def check(self, value: Any) -> Any:
         if type(value) is not dict:
             raise refuse(self, value)
-        kept: dict[str, Any] = {}
-        for field in self.fields:
-            if field.name in value:
-                try:
-                    kept[field.name] = field.spec.check(value[field.name])
-                except Mismatch as fault:
-                    raise fault.inside(field.name) from None
-            elif field.required:
-                raise Mismatch("is missing", field.name)
-        present = len(kept)
-        if present != len(value):
+        kept: list[Any] = []
+        num_present = 0
+        field = None
+        try:
+            for field in self.fields:
+                item = value.get(field.name, _ABSENT)
+                if item is not _ABSENT:
+                    kept.append(field.check(item))
+                    num_present += 1
+                elif field.required:
+                    raise Mismatch("is missing")
+                else:
+                    kept.append(field.default)
+        except Mismatch as fault:
+            raise fault.inside(field.name if field else "") from None
+        if num_present != len(value):
             known = {field.name for field in self.fields}
             unknown = next(key for key in value if key not in known)
             raise Mismatch("is not a known field", shown(unknown) if type(unknown) is not str else unknown[:64])
-        return self.make(**kept)
+        return self.make(*kept)
 
     def describe(self) -> str:
         return "a map of " + ", ".join(field.name for field in self.fields)
@@ -350,10 +360,12 @@ def record_of(make: type[Any]) -> Record:
         tuple(
             Field(
                 name=field.name,
-                spec=spec_of(hints[field.name]),
+                spec=spec,
                 required=field.default is MISSING,
                 default=None if field.default is MISSING else field.default,
+                check=spec.check,
             )
             for field in fields(make)
+            for spec in (spec_of(hints[field.name]),)
         ),
     )

@@ -41,13 +41,14 @@ class Transport:
         after_fork_in_child(self._abandon_after_fork)
         self.filenos: tuple[int, int] = (int(self._dealer.getsockopt(zmq.FD)), self._lifeline.fileno())
 
-    def pump(self, core: Core) -> bool:
+    def pump(self, core: Core, lifeline_ready: bool = True) -> bool:
         """Send what waits, take in what came; True when something came. Raises KVPoolError when the connection is over,
         after everything that arrived before its end was taken in."""
         self._flush(core)
         came = self._drain(core)
-        came = self._read_lifeline(core) or came
-        if core.outbox or core.lifeline_outbox:  # what came asked for an answer
+        if lifeline_ready:
+            came = self._read_lifeline(core) or came
+        if core.has_output:  # what came asked for an answer
             self._flush(core)
             came = self._drain(core) or came
         return came
