@@ -55,6 +55,10 @@ class Tokenizer:
         vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return cls(inner, vocab_size=vocab_size, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids)
 
+    def save(self, path: Path) -> None:
+        """Write it as a tokenizer.json."""
+        self._inner.save(str(path))
+
     def encode(self, text: str, *, special: bool, add_bos: bool | None = None) -> list[int]:
         """Token ids of `text`.
 
