@@ -117,8 +117,9 @@ def test_loops_with_a_trip_count_per_thread():
 
 
 def test_jump_table():
-    code = """.reg .b32 r; rem.u32 r, i0, 3; brx.idx r, TABLE;
+    code = """.reg .b32 r; rem.u32 r, i0, 3;
     TABLE: .branchtargets A, B, C;
+    brx.idx r, TABLE;
     A: mov.u32 o0, 10; bra END;
     B: mov.u32 o0, 20; bra END;
     C: mov.u32 o0, 30;

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .counters import runs
-from .decode import Decoder, Registers, unknown
+from .decode import Decoder, Registers
 from .errors import OutOfBounds
 from .memory import GLOBAL_BASE, GLOBAL_WINDOW, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BITS, Space, instruction_text
+from .modifiers import unknown
 from .parser import Instruction, Mem, Operand
 from .races import ATOMIC, READ, WRITE
 from .scalars import Array, size_of, spread

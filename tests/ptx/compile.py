@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from .decode import Decoded, Decoder
@@ -22,14 +23,11 @@ class Kernel:
     ptx: str
     entry: str | None = None
     argtypes: tuple[Any, ...] | None = None
+    label: str = ""  # what reports call it; empty: the entry's name
 
     @cached_property
     def decoded(self) -> Decoded:
         return Decoder(flatten(parse(self.ptx), self.entry)).run()
-
-    @property
-    def name(self) -> str:
-        return self.decoded.program.name
 
 
 _compiled: dict[Any, Kernel] = {}
@@ -43,16 +41,17 @@ def compile_kernel(
 ) -> Kernel:
     """PTX of a kernel: a plain Python function or what `@cuda.jit` made of it. `signature`: a tuple of Numba types, or
     the string form "void(float32[::1], int32)". Options go to `cuda.compile_ptx` (fastmath, lineinfo, ...). Cached."""
-    from numba import cuda
     from numba.core import sigutils
 
+    cuda: Any = import_module("numba.cuda")
+    normalize: Any = sigutils.normalize_signature
     function = getattr(function, "py_func", function)
-    argtypes, _ = sigutils.normalize_signature(signature)
+    argtypes, _ = normalize(signature)
     key = (function, argtypes, cc, tuple(sorted(options.items())))
     if key not in _compiled:
         with device_functions_for(cc):
             ptx, _ = cuda.compile_ptx(function, argtypes, cc=cc, **options)
-        _compiled[key] = Kernel(ptx, None, tuple(argtypes))
+        _compiled[key] = Kernel(ptx, None, tuple(argtypes), function.__name__)
     return _compiled[key]
 
 
@@ -60,7 +59,7 @@ def compile_kernel(
 def device_functions_for(cc: ComputeCapability) -> Iterator[None]:
     """Numba asks the driver for the current device when it compiles a `@cuda.jit(device=True)` function that a kernel
     calls; without a driver that fails, so the question is answered here."""
-    from numba.cuda import dispatcher
+    dispatcher: Any = import_module("numba.cuda.dispatcher")
 
     class NoDevice:
         compute_capability = cc

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """What a launch did: instructions by line, global bytes and sectors, shared-memory wavefronts and bank conflicts.
 
 Rules of counting. An instruction counts once per thread that executes it and once per warp with at least one such

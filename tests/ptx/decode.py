@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import PtxError, UnknownInstruction, UnwrittenRead
+from .errors import PtxError, UnwrittenRead
 from .flatten import Program
 from .flow import Block, blocks_of
-from .parser import Imm, Instruction, Mem, Not, Operand, Pair, Reg, Vec
-from .scalars import DTYPES, UNSIGNED, Array, dtype_of, is_float, size_of
+from .modifiers import unknown
+from .parser import Imm, Instruction, Not, Operand, Reg
+from .registers import Convert, register_names, registers_known, registers_read, viewer, widener
+from .scalars import UNSIGNED, Array, dtype_of, is_float
 
 if TYPE_CHECKING:
     from .machine import Lanes
 
 Registers = list[Any]  # Array per slot, None where nothing was written
 Step = Callable[["Lanes", Registers], None]
-Convert = Callable[[Array], Array]
 Ready = Callable[["Lanes"], Array]
 Handler = Callable[["Decoder", Instruction], Step]
 
@@ -48,41 +49,6 @@ def handles(*opcodes: str) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-class Modifiers:
-    """Takes an instruction's modifiers one by one; `done` refuses any that nobody took."""
-
-    def __init__(self, instruction: Instruction) -> None:
-        self.instruction = instruction
-        self.left = list(instruction.modifiers)
-
-    def flag(self, name: str) -> bool:
-        if name in self.left:
-            self.left.remove(name)
-            return True
-        return False
-
-    def one_of(self, names: Sequence[str], default: str = "") -> str:
-        for name in self.left:
-            if name in names:
-                self.left.remove(name)
-                return name
-        return default
-
-    def type(self) -> str:
-        """The last modifier, which must be a type."""
-        if not self.left or self.left[-1] not in DTYPES:
-            raise unknown(self.instruction, "no type")
-        return self.left.pop()
-
-    def done(self) -> None:
-        if self.left:
-            raise unknown(self.instruction, f"modifier .{self.left[0]}")
-
-
-def unknown(instruction: Instruction, why: str) -> UnknownInstruction:
-    return UnknownInstruction(f"line {instruction.line}: {instruction.text}: {why} is not implemented")
 
 
 @dataclass(slots=True)
@@ -135,8 +101,8 @@ class Decoder:
         self.reads: list[int] = []
         self.writes: list[int] = []
         self.ready: Ready | None = None
-        self.used = _registers_read(program)
-        self.known = _registers_known(program)
+        self.used = registers_read(program)
+        self.known = registers_known(program)
         self.resolved: set[str] = set()  # names of the current instruction that stood for a literal
 
     @property
@@ -279,7 +245,7 @@ class Decoder:
             case Reg(name):
                 slot = self.slot(name, instruction)
                 self.reads.append(slot)
-                return slot, _viewer(self.types[slot], kind, instruction)
+                return slot, viewer(self.types[slot], kind, instruction)
         raise unknown(instruction, f"operand {operand}")
 
     def result(self, operand: Operand | None, kind: str, instruction: Instruction) -> tuple[int, Convert | None]:
@@ -290,13 +256,13 @@ class Decoder:
             raise unknown(instruction, f"result {operand}")
         slot = self.slot(operand.name, instruction)
         self.writes.append(slot)
-        return slot, _widener(kind, self.types[slot], instruction)
+        return slot, widener(kind, self.types[slot], instruction)
 
     def value(self, operand: Operand | None, kind: str, instruction: Instruction) -> Callable[[Registers], Array]:
         """A function that reads the operand as `kind`."""
         slot, convert = self.source(operand, kind, instruction)
         if convert is None:
-            return lambda R: R[slot]  # type: ignore[no-any-return]
+            return lambda R: R[slot]
         return lambda R: convert(R[slot])
 
     def store(self, operand: Operand | None, kind: str, instruction: Instruction) -> Callable[[Registers, Array], None]:
@@ -370,7 +336,7 @@ class Decoder:
         predicate, _ = self.source(Reg(instruction.guard.name), "pred", instruction)
         if isinstance(instruction.guard, Not):
             return lambda R: ~R[predicate]
-        return lambda R: R[predicate]  # type: ignore[no-any-return]
+        return lambda R: R[predicate]
 
 
 def _apply(function: Callable[..., Any], sources: Sequence[int], d: int) -> Step:
@@ -412,83 +378,6 @@ def _converted(
         first, second = convert
         return lambda a, b: into(function(first(a), second(b)))
     return lambda *args: into(function(*[c(x) for c, x in zip(convert, args, strict=True)]))
-
-
-def _viewer(register: str, wanted: str, instruction: Instruction) -> Convert | None:
-    have, want = dtype_of(canonical(register)), dtype_of(wanted)
-    if have == want:
-        return None
-    if "pred" in (register, wanted) or have.itemsize < want.itemsize:
-        raise unknown(instruction, f"a .{register} register as .{wanted}")
-    if have.itemsize == want.itemsize:
-        return lambda x: x.view(want)
-    if have.kind == "f" or want.kind == "f":
-        raise unknown(instruction, f"a .{register} register as .{wanted}")
-    narrow = UNSIGNED[want.itemsize]
-    return (lambda x: x.astype(narrow)) if narrow == want else (lambda x: x.astype(narrow).view(want))
-
-
-def _widener(kind: str, register: str, instruction: Instruction) -> Convert | None:
-    have, want = dtype_of(kind), dtype_of(canonical(register))
-    if have == want:
-        return None
-    if "pred" in (register, kind) or have.itemsize > want.itemsize:
-        raise unknown(instruction, f"a .{kind} result in a .{register} register")
-    if have.itemsize == want.itemsize:
-        return lambda x: x.view(want)
-    if have.kind == "f" or want.kind == "f":
-        raise unknown(instruction, f"a .{kind} result in a .{register} register")
-    if have.kind == "i":
-        wide = np.dtype(f"i{want.itemsize}")
-        return lambda x: x.astype(wide).view(want)
-    return lambda x: x.astype(want)
-
-
-def canonical(register: str) -> str:
-    """The type whose dtype a register of this declared type is held in."""
-    if register == "pred" or is_float(register):
-        return register
-    return {1: "b8", 2: "b16", 4: "b32", 8: "b64"}[size_of(register)]
-
-
-def register_names(operand: Operand | None) -> list[str]:
-    """Every register that an operand mentions."""
-    match operand:
-        case Reg(name) | Not(name) | Mem(Reg(name), _):
-            return [name]
-        case Vec(items):
-            return [name for item in items for name in register_names(item)]
-        case Pair(first, second):
-            return [*register_names(first), *register_names(second)]
-    return []
-
-
-def _registers_read(program: Program) -> set[str]:
-    """Names that appear anywhere but as the first operand, which is the result."""
-    read: set[str] = set()
-    for item in program.code:
-        if isinstance(item, Instruction):
-            skip = 1 if item.operands and isinstance(item.operands[0], Reg) and item.opcode != "st" else 0
-            for operand in item.operands[skip:]:
-                read.update(register_names(operand))
-            if item.guard is not None:
-                read.add(item.guard.name)
-    return read
-
-
-def _registers_known(program: Program) -> dict[str, int | float]:
-    """Registers that are set once, by moving a literal into them: compilers keep immediate operands there."""
-    counts: dict[str, int] = {}
-    values: dict[str, int | float] = {}
-    for item in program.code:
-        if not isinstance(item, Instruction) or not item.operands:
-            continue
-        for name in register_names(item.operands[0]):
-            counts[name] = counts.get(name, 0) + 1
-        match item:
-            case Instruction(opcode="mov", guard=None, operands=(Reg(name), Imm(value))):
-                values[name] = value
-    return {name: value for name, value in values.items() if counts[name] == 1}
 
 
 def unwritten(code: Code, at: int, R: Registers, names: list[str]) -> UnwrittenRead | None:

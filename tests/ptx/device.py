@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """The device as tests see it: memory that NumPy can look into, and launches."""
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ class Device:
         )
         started = time.perf_counter()
         machine.run()
-        counters = Counters(decoded.program.name, machine.lines, time.perf_counter() - started, machine.num_blocks)
+        counters = Counters(
+            kernel.label or decoded.program.name, machine.lines, time.perf_counter() - started, machine.num_blocks
+        )
         if machine.meter:
             counters.touched_read = np.flatnonzero(machine.meter.read)
             counters.touched_written = np.flatnonzero(machine.meter.written)
@@ -249,7 +252,7 @@ def _flat(device: Device, argtype: Any, value: Any) -> list[Any]:
             raise LaunchError(f"{argtype} expected, got strides {value.strides}")
         return [0, 0, value.size, value.itemsize, device.pointer(value), *value.shape, *value.strides]
     if isinstance(argtype, types.BaseTuple):
-        kinds = list(argtype.types)
+        kinds: Any = argtype
         return [item for kind, part in zip(kinds, value, strict=True) for item in _flat(device, kind, part)]
     if isinstance(argtype, types.Boolean):
         return [int(value)]

@@ -198,7 +198,8 @@ class _Flattener:
         operands = tuple(self.operand(operand, names, instruction) for operand in instruction.operands)
         if instruction.opcode == "ret" and end is not None:
             operands = (Reg(end),)
-        return replace(instruction, operands=operands, guard=guard)
+        text = instruction.text.replace(f"{self.program.name}_param_", "param_")  # Numba's names are very long
+        return replace(instruction, operands=operands, guard=guard, text=text)
 
     def operand(
         self, operand: Operand | None, names: ChainMap[str, _Binding], instruction: Instruction

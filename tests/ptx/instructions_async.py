@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .access import Address, Target
-from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
+from .decode import Decoder, Registers, Step, handles
 from .instructions_memory import HINTS
 from .memory import PENDING, WRITTEN
+from .modifiers import Modifiers, unknown
 from .parser import Instruction
 from .races import WRITE
 from .scalars import Array, spread

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Bits: logic, shifts, permutations, counting, fields."""
 
 from __future__ import annotations
@@ -6,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .decode import Decoder, Modifiers, Step, handles, unknown
+from .decode import Decoder, Step, handles
 from .instructions_integer import INTEGERS, bits_of, integer_kind
+from .modifiers import Modifiers, unknown
 from .parser import Instruction
 from .scalars import Array, dtype_of, is_signed, size_of, unsigned
 

@@ -1,13 +1,15 @@
+# mypy: disable-error-code="no-any-return"
 """cvt in all its forms, cvt.pack, and conversions between address spaces."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .decode import Decoder, Modifiers, Step, handles, unknown
+from .decode import Decoder, Step, handles
 from .floats import FORMATS, decode, encode, flush, round_integral, saturate, to_float32
 from .instructions_float import SMALL
 from .memory import GLOBAL_WINDOW, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BITS
+from .modifiers import Modifiers, unknown
 from .parser import Instruction
 from .scalars import Array, dtype_of, size_of
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Floating-point arithmetic, f32 and f64, and the 16-bit formats alone or in pairs; dispatch of opcodes that have
 integer forms too."""
 
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from . import instructions_integer as integer
-from .decode import Decoder, Modifiers, Step, handles, unknown
+from .decode import Decoder, Step, handles
 from .floats import add_to_odd, decode, encode, flush, fma32, fma64, saturate, to_float32
+from .modifiers import Modifiers, unknown
 from .parser import Instruction
 from .scalars import Array
 
@@ -89,15 +91,17 @@ def common(i: Instruction) -> tuple[Modifiers, str, str, bool, bool]:
     return m, kind, m.one_of(ROUNDING), m.flag("ftz"), m.flag("sat")
 
 
+NEAREST: dict[str, Function] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+EXACT: dict[str, Function] = {"add": add_to_odd, "sub": lambda a, b: add_to_odd(a, -b), "mul": np.multiply}  # float64
+
+
 @handles("add", "sub", "mul")
 def add_sub_mul(d: Decoder, i: Instruction) -> Step:
     if not is_floating(i):
         return integer.multiply(d, i) if i.opcode == "mul" else integer.add_sub(d, i)
     m, kind, mode, ftz, sat = common(i)
     m.done()
-    near: Function = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[i.opcode]
-    exact: Function = {"add": add_to_odd, "sub": lambda a, b: add_to_odd(a, -b), "mul": np.multiply}[i.opcode]
-    return arithmetic(d, i, kind, directed(i, kind, mode, near, exact), 2, ftz, sat)
+    return arithmetic(d, i, kind, directed(i, kind, mode, NEAREST[i.opcode], EXACT[i.opcode]), 2, ftz, sat)
 
 
 @handles("fma", "mad")
@@ -187,7 +191,7 @@ def copy_sign(d: Decoder, i: Instruction) -> Step:
 
 
 @handles("testp")
-def test_property(d: Decoder, i: Instruction) -> Step:
+def classify(d: Decoder, i: Instruction) -> Step:
     m = Modifiers(i)
     kind = m.type()
     which = m.one_of(("finite", "infinite", "number", "notanumber", "normal", "subnormal"))
@@ -198,15 +202,15 @@ def test_property(d: Decoder, i: Instruction) -> Step:
     def normal(a: Array) -> Array:
         return np.isfinite(a) & (np.abs(a) >= np.finfo(a.dtype).tiny)
 
-    test: Function = {
+    tests: dict[str, Function] = {
         "finite": np.isfinite,
         "infinite": np.isinf,
         "number": lambda a: ~np.isnan(a),
         "notanumber": np.isnan,
         "normal": normal,
         "subnormal": lambda a: (a != 0) & (np.abs(a) < np.finfo(a.dtype).tiny),
-    }[which]
-    return d.pure(i, test, "pred", [kind])
+    }
+    return d.pure(i, tests[which], "pred", [kind])
 
 
 # --- functions. The approximate ones are computed in float64 and rounded once: better than the hardware's, which is

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Integer arithmetic: sums and products of all widths, carries, division, extrema, dot products of bytes."""
 
 from __future__ import annotations
@@ -7,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
+from .decode import Decoder, Registers, Step, handles
+from .modifiers import Modifiers, unknown
 from .parser import Instruction
 from .scalars import Array, dtype_of, size_of
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Loads, stores and atomics."""
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .access import Address, merge
-from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
+from .decode import Decoder, Registers, Step, handles
 from .floats import decode, encode
 from .instructions_float import by_halves
 from .instructions_integer import bits_of
+from .modifiers import Modifiers, unknown
 from .parser import Instruction, Operand, Vec
 from .scalars import Array, dtype_of, is_signed, size_of, spread
 
@@ -43,7 +45,7 @@ def access_modifiers(i: Instruction) -> tuple[Modifiers, str, str, int]:
 
 
 def items_of(operand: Operand | None, length: int, i: Instruction) -> list[Operand | None]:
-    items = list(operand.items) if isinstance(operand, Vec) else [operand]
+    items: list[Operand | None] = [*operand.items] if isinstance(operand, Vec) else [operand]
     if len(items) != length:
         raise unknown(i, f"{len(items)} registers")
     return items
@@ -132,6 +134,10 @@ def _decrement(old: Array, limit: Array) -> Array:
     return np.where((old == 0) | (old > limit), limit, old - old.dtype.type(1))
 
 
+def _swap_if_equal(old: Array, expected: Array, new: Array) -> Array:
+    return np.where(old == expected, new, old)
+
+
 UPDATES: dict[str, Update] = {
     "add": np.add,
     "min": np.minimum,
@@ -140,7 +146,7 @@ UPDATES: dict[str, Update] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "exch": lambda old, new: new,
-    "cas": lambda old, expected, new: np.where(old == expected, new, old),
+    "cas": _swap_if_equal,
     "inc": _increment,
     "dec": _decrement,
 }

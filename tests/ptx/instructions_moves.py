@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .decode import CLOCKS, Decoder, Modifiers, Registers, Step, handles, unknown
+from .decode import CLOCKS, Decoder, Registers, Step, handles
 from .errors import Trap
 from .floats import compare, flush
 from .instructions_integer import bits_of, integer_kind
 from .memory import instruction_text
+from .modifiers import Modifiers, unknown
 from .parser import Instruction, Operand, Pair, Reg, Vec
 from .scalars import UNSIGNED, Array, dtype_of, size_of
 

@@ -1,15 +1,17 @@
+# mypy: disable-error-code="no-any-return"
 """Where threads meet: barriers, shuffles, votes, matches, warp reductions. When they may go on is decided here too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
+from .decode import Decoder, Registers, Step, handles
 from .errors import ParticipationError
 from .memory import instruction_text
+from .modifiers import Modifiers, unknown
 from .parser import Instruction, Operand, Pair
 from .scalars import Array, dtype_of
 
@@ -278,8 +280,14 @@ def warp_reduction(d: Decoder, i: Instruction) -> Step:
     if not m.flag("sync") or not operation or kind not in ("u32", "s32", "b32"):
         raise unknown(i, "this reduction")
     m.done()
-    ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum}.get(operation)
-    ufunc = ufunc or {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[operation]
+    ufunc: Any = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[operation]
     value = d.value(i.operands[1], kind, i)
     members = meet(d, i, i.operands[2])
     store = d.store(i.operands[0], kind, i)

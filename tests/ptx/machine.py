@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Runs one launch: blocks in chunks, all threads of a chunk in lockstep where they agree, by groups where they do not.
 
 Lanes are numbered block by block, each block padded to whole warps. `pc` holds the basic block at which every lane
@@ -8,6 +9,7 @@ to wait at a meeting (barrier, shuffle, mma) for lanes that are still behind.
 from __future__ import annotations
 
 from functools import cached_property
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -76,7 +78,7 @@ class Lanes:
         value = self.R[slot] if self.R[slot] is not None else self.machine.R[slot]
         if value is None or len(value) == 1 or len(value) == self.n:
             return np.zeros(1, dtype=np.uint32) if value is None else value
-        return value[self.lanes]  # type: ignore[no-any-return]
+        return value[self.lanes]
 
     def spread(self, value: Array) -> Array:
         """One value per lane."""
@@ -178,6 +180,7 @@ class Machine:
         """A special register, per lane or the same for all."""
         kind, _, axis = name[1:].partition(".")
         x, y, _ = self.block_dim
+        value: Array
         if kind == "tid":
             strides = {"x": (1, x), "y": (x, y), "z": (x * y, self.threads_per_block)}
             stride, size = strides[axis]
@@ -300,7 +303,7 @@ class Machine:
         except PtxError:
             raise
         except (TypeError, AttributeError, ValueError, IndexError) as error:
-            at = len(code.steps) - 1 - steps.__length_hint__()
+            at = len(code.steps) - 1 - length_hint(steps)
             better = unwritten(code, at, R, self.kernel.names) if at >= 0 else None
             if better is not None:
                 raise better from None
@@ -318,6 +321,7 @@ class Machine:
             return code.following if code.following is not None else self.exit
         if end.opcode == "brx":
             table = np.array(code.targets)
+            assert code.guard is not None
             index = R[code.guard]
             if (index >= len(table)).any():
                 raise Trap(f"{lanes.where(0)}: {instruction_text(end)}: index outside the table")

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return"
 """Tensor cores: mma.sync, ldmatrix, stmatrix, movmatrix, with the fragment layouts of the PTX manual.
 
 Of a warp's lane l, g = l // 4 and t = l % 4. A 32-bit register holds e elements (1 of tf32, 2 of 16 bits, 4 of 8 bits):
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .access import Address, Target
-from .decode import Decoder, Modifiers, Registers, Step, handles, unknown
+from .decode import Decoder, Registers, Step, handles
 from .floats import decode, encode
 from .instructions_warp import whole_warps
+from .modifiers import Modifiers, unknown
 from .parser import Instruction, Operand, Vec
 from .scalars import Array, spread
 
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
     from .machine import Lanes
 
 ELEMENTS = {"tf32": 1, "f16": 2, "bf16": 2, "s8": 4, "u8": 4, "e4m3": 4, "e5m2": 4}
-BITS = {1: np.dtype(np.uint32), 2: np.dtype(np.uint16), 4: np.dtype(np.uint8)}  # by elements per register
-DEPTHS = {1: (4, 8), 2: (8, 16), 4: (16, 32)}  # K of m16n8kK by elements per register
+# By elements per register: the dtype of one, and K of m16n8kK.
+BITS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint32), 2: np.dtype(np.uint16), 4: np.dtype(np.uint8)}
+DEPTHS = {1: (4, 8), 2: (8, 16), 4: (16, 32)}
 
 LANE = np.arange(32)
 GROUP, THREAD = LANE // 4, LANE % 4
@@ -130,7 +133,7 @@ def elements_of(registers: list[Array], kind: str, place: Array) -> Array:
     bits = words.reshape(len(words), -1).view(BITS[ELEMENTS[kind]]).take(place, axis=1)
     if kind == "tf32":
         return (bits & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-    return values_of(kind)[bits]  # type: ignore[no-any-return]
+    return values_of(kind)[bits]
 
 
 @cache
