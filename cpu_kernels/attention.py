@@ -229,7 +229,7 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
     k = (head_dim + 1) & -2 if word(state, t.KV_FORMAT) == BFLOAT16 else head_dim
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4, tables + first * 8,
-        0, 8, 0, 0, 1, k, k, k_stride, scores + first * 64, SPLIT * 4, 0, 0,
+        0, 8, 0, 0, 1, 0, 1, k, k, k_stride, scores + first * 64, SPLIT * 4, 0, 0,
     )  # fmt: skip
     maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
     for r in range(rows):
@@ -239,7 +239,7 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
         soften(scores + r * SPLIT * 4, first, last, row_low, row_high, maxima + 4 * r, sums + 4 * r)
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, head_width >> 4, scores + first * 64, SPLIT * 4,
-        tables + (PANELS + first) * 8, 8, 0, 64, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
+        tables + (PANELS + first) * 8, 8, 0, 64, 0, 1, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
         partial, head_width * 4, 0, 0,
     )  # fmt: skip
 

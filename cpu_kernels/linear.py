@@ -7,6 +7,7 @@ from .jit import kernel
 from .product import product
 from .table import rows_of, word
 
+CHAIN = 128  # k whose products are summed in one chain
 ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
 
 
@@ -30,7 +31,7 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
     groups, rows = row_groups(row, state), rows_of(row, state)
     group, panel = unit % groups, unit // groups * word(row, t.UNIT_PANELS)
     first, last = rows * group // groups, rows * (group + 1) // groups
-    bias = word(row, t.BIAS)
+    bias, blocks = word(row, t.BIAS), (word(row, t.K) + CHAIN - 1) // CHAIN
     product(
         word(state, t.TILES),
         word(row, t.WEIGHT_FORMAT),
@@ -43,9 +44,11 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
         0,
         word(row, t.PANEL_BYTES),
         panel * word(row, t.PANEL_BYTES),
+        blocks,
+        CHAIN * word(row, t.PANEL_BYTES) // word(row, t.K),
         1,
-        word(row, t.K),
-        word(row, t.K),
+        CHAIN,
+        word(row, t.K) - CHAIN * (blocks - 1),
         64,
         word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64,
         word(row, t.OUT_STRIDE),

@@ -2,14 +2,16 @@
 
     out[r, 16 p + lane] (+)= sum over k of x[r, k] * panel_p[k, lane]  (+ bias[16 p + lane])
 
-Written as LLVM IR because the point is which values live in registers. Each output is one chain of fused multiply-adds
-over k in order, whatever the tile: results do not depend on how many rows or panels share it. Weights, K blocks and V
-blocks are all panels, so the matrix product and both products of attention are this one function.
+Written as LLVM IR because the point is which values live in registers. An output is a chain of fused multiply-adds over
+k in order, whatever the tile: results do not depend on how many rows or panels share it. Weights, K blocks and V blocks
+are all panels, so the matrix product and both products of attention are this one function.
 
-A panel's k steps come in `segments` (a V panel continues in the next block): panel p of segment g starts at
-    table[g * segment_step + p * panel_step] + panel_offset + p * panel_stride                              (bytes)
-and its next k step lies `step_stride` bytes on. One step is one k of 16 float32, or two k (even in the low half) of 16
-bfloat16 pairs. Every segment has `k` elements but the last, which has `last_k`; x runs on through all of them.
+The k are divided into `blocks`, each a chain from zero whose result is added to the total: rounding errors of a chain
+grow with its length. A block's k come in `segments` (a V panel continues in the next block of the pool). Panel p of
+segment g of block b starts at
+    table[g * segment_step + p * panel_step] + panel_offset + p * panel_stride + b * block_stride           (bytes)
+and its next step lies `step_stride` bytes on. One step is one k of 16 float32, or two k (even in the low half) of 16
+bfloat16 pairs. Every segment has `k` elements but the very last, which has `last_k`; x runs on through all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from .vectors import FLOATS, INTS, float_constant, int_constant, multiply_add, s
 
 BYTE = ir.IntType(8)
 ARGUMENTS = (
-    "x", "x_stride", "table", "segment_step", "panel_step", "panel_stride", "panel_offset", "segments", "k", "last_k",
-    "step_stride", "out", "out_stride", "bias", "accumulate",
+    "x", "x_stride", "table", "segment_step", "panel_step", "panel_stride", "panel_offset", "blocks", "block_stride",
+    "segments", "k", "last_k", "step_stride", "out", "out_stride", "bias", "accumulate",
 )  # fmt: skip
 
 Values = list[Any]  # LLVM values
@@ -128,27 +130,41 @@ class _TileEmitter:
         builder, a = self.builder, self.arguments
         x = builder.inttoptr(a["x"], POINTER)
         self.x_rows = [self.offset(x, builder.mul(a["x_stride"], INT64(r))) for r in range(self.rows)]
-        sums = [float_constant(0.0)] * (self.rows * self.width)
-        last = builder.sub(a["segments"], INT64(1))
-        odd = self.step.k_per_step > 1
+        zeros = [float_constant(0.0)] * (self.rows * self.width)
+
+        def block(index: Any, current: Sequence[Any]) -> Values:
+            x_offset, start, *totals = current
+            is_last = builder.icmp_signed("==", index, builder.sub(a["blocks"], INT64(1)))
+            x_offset, *sums = self.segments(is_last, x_offset, start, zeros)
+            totals = [builder.fadd(total, value) for total, value in zip(totals, sums, strict=True)]
+            return [x_offset, builder.add(start, a["block_stride"]), *totals]
+
+        _, _, *totals = _loop(builder, a["blocks"], [INT64(0), a["panel_offset"], *zeros], block)
+        self.write(self.nested(totals))
+        builder.ret_void()
+
+    def segments(self, last_block: Any, x_offset: Any, start: Any, sums: Values) -> Values:
+        """One chain through the segments of a block: the next x offset, and the sums."""
+        builder, a = self.builder, self.arguments
+        last_segment = builder.sub(a["segments"], INT64(1))
 
         def segment(index: Any, current: Sequence[Any]) -> Values:
             x_offset, table, *flat = current
-            k = builder.select(builder.icmp_signed("==", index, last), a["last_k"], a["k"])
-            x_offset, flat = self.segment(table, k, x_offset, flat, odd)
+            is_last = builder.and_(last_block, builder.icmp_signed("==", index, last_segment))
+            k = builder.select(is_last, a["last_k"], a["k"])
+            x_offset, flat = self.segment(table, start, k, x_offset, flat)
             return [x_offset, builder.add(table, a["segment_step"]), *flat]
 
-        _, _, *sums = _loop(builder, a["segments"], [INT64(0), a["table"], *sums], segment)
-        self.write(self.nested(sums))
-        builder.ret_void()
+        x_offset, _, *sums = _loop(builder, a["segments"], [x_offset, a["table"], *sums], segment)
+        return [x_offset, *sums]
 
-    def segment(self, table: Any, k: Any, x_offset: Any, sums: Values, odd: bool) -> tuple[Any, Values]:
+    def segment(self, table: Any, offset: Any, k: Any, x_offset: Any, sums: Values) -> tuple[Any, Values]:
         builder, a, step = self.builder, self.arguments, self.step
         panels = []
         for p in range(self.width):
             entry = builder.add(table, builder.mul(a["panel_step"], INT64(p)))
             start = builder.load(builder.inttoptr(entry, POINTER), align=8, typ=INT64)
-            start = builder.add(start, builder.add(a["panel_offset"], builder.mul(a["panel_stride"], INT64(p))))
+            start = builder.add(start, builder.add(offset, builder.mul(a["panel_stride"], INT64(p))))
             panels.append(builder.inttoptr(start, POINTER))
         steps = builder.sdiv(k, INT64(step.k_per_step)) if step.k_per_step > 1 else k
         unrolled = builder.sdiv(steps, INT64(step.unroll))
@@ -170,7 +186,7 @@ class _TileEmitter:
 
         carried = _loop(builder, unrolled, [x_offset, INT64(0), *sums], steps_body(step.unroll))
         carried = _loop(builder, rest, carried, steps_body(1))
-        if odd:
+        if step.k_per_step == 2:
             carried = _loop(builder, builder.and_(k, INT64(1)), carried, steps_body(1, half=True))
         return carried[0], carried[2:]
 
