@@ -11,6 +11,7 @@ All arrays are float32: `scaled` (V,), `weights` (V,) = exp(scaled) * 2**40 befo
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from .jit import kernel
 
 Float32 = NDArray[np.float32]
+Scalar = Any  # in a kernel: float32 for values, int64 for counts and weights, unless the docstring says otherwise
 
 BLOCK = 128  # columns whose maximum is kept, so that later passes skip what cannot matter
 FEW = 128  # candidates that are cheaper to sort than to halve once more
@@ -55,19 +57,19 @@ def spare_floats(vocab_size: int) -> int:
 
 
 @kernel
-def num_blocks(size: int) -> int:
+def num_blocks(size: Scalar) -> Scalar:
     """Blocks in a row of `size` columns."""
     return (size + BLOCK - 1) // BLOCK
 
 
 @kernel
-def columns(block: int, size: int) -> range:
+def columns(block: Scalar, size: Scalar) -> range:
     """The columns of a block, unsigned: Numba then leaves out Python's negative indices, and LLVM can vectorise."""
     return range(np.uint64(block * BLOCK), np.uint64(min((block + 1) * BLOCK, size)))
 
 
 @kernel
-def _key(x: float) -> int:
+def _key(x: Scalar) -> Scalar:
     """int32 that orders like the float32 x, -0 equal to +0; NaN lies above +inf or below -inf."""
     bits = np.float32(x).view(np.int32)
     sign = bits >> np.int32(31)
@@ -75,14 +77,14 @@ def _key(x: float) -> int:
 
 
 @kernel
-def _from_key(key: int) -> float:
+def _from_key(key: Scalar) -> Scalar:
     """The float32 whose `_key` is the int32 `key`."""
     sign = key >> np.int32(31)
     return np.int32(((key ^ sign) - sign) | (sign & _SIGN)).view(np.float32)
 
 
 @kernel
-def _weight(x: float) -> float:
+def _weight(x: Scalar) -> Scalar:
     """exp(x) * 2**40 of a float32 x <= 0 (-inf included) as float32, within 2 units in the last place."""
     x = x if x > _EXP_MIN else _EXP_MIN
     shifted = np.float32(x * _LOG2_E + _ROUND_32)
@@ -95,19 +97,19 @@ def _weight(x: float) -> float:
 
 
 @kernel
-def _rounded(weight: float) -> int:
+def _rounded(weight: Scalar) -> Scalar:
     """A float32 weight rounded to an integer, in operations that exist as vector instructions."""
     return np.float64(np.float64(weight) + _ROUND_64).view(np.int64) - _ROUND_64_BITS
 
 
 @kernel
-def _integer_weight(x: float) -> int:
+def _integer_weight(x: Scalar) -> Scalar:
     """Weight of one candidate scaled to x: the same bits as in the passes over a row."""
     return _rounded(_weight(x))
 
 
 @kernel
-def peak(row: Float32, block_max: Float32) -> tuple[int, bool]:
+def peak(row: Float32, block_max: Float32) -> tuple[Scalar, bool]:
     """(index of the first maximum, row is usable); fills `block_max`. Unusable: NaN, +inf or nothing above -inf."""
     best, best_block, lowest = _NO_KEY, 0, _EVERY_KEY
     for b in range(len(block_max)):
@@ -129,7 +131,7 @@ def peak(row: Float32, block_max: Float32) -> tuple[int, bool]:
 
 
 @kernel
-def log_total(row: Float32, maximum: float, weights: Float32) -> float:
+def log_total(row: Float32, maximum: Scalar, weights: Float32) -> Scalar:
     """log(sum(exp(row - maximum))) as float64; fills `weights`."""
     total = 0
     for b in range(num_blocks(len(row))):
@@ -142,7 +144,7 @@ def log_total(row: Float32, maximum: float, weights: Float32) -> float:
 
 @kernel
 def scale(
-    row: Float32, maximum: float, temperature: float, scaled: Float32, weights: Float32, block_max: Float32
+    row: Float32, maximum: Scalar, temperature: Scalar, scaled: Float32, weights: Float32, block_max: Float32
 ) -> None:
     """scaled = (row - maximum) / temperature and its weights; `block_max` follows. `row` may be `scaled`."""
     for i in range(len(row)):
@@ -154,9 +156,9 @@ def scale(
 
 
 @kernel
-def _above(scaled: Float32, weights: Float32, block_max: Float32, threshold: float) -> tuple[int, int]:
+def _above(scaled: Float32, weights: Float32, block_max: Float32, threshold: Scalar) -> tuple[Scalar, Scalar]:
     """(count, weight) of the candidates with scaled > threshold."""
-    count, weight = 0, 0
+    count, weight = np.int64(0), np.int64(0)
     for b in range(len(block_max)):
         if block_max[b] > threshold:
             for i in columns(b, len(scaled)):
@@ -171,12 +173,12 @@ def _search(
     scaled: Float32,
     weights: Float32,
     block_max: Float32,
-    floor: float,
-    floor_count: int,
-    goal: int,
-    by_weight: int,
+    floor: Scalar,
+    floor_count: Scalar,
+    goal: Scalar,
+    by_weight: Scalar,
     spare: Float32,
-) -> tuple[float, int]:
+) -> tuple[Scalar, Scalar]:
     """(threshold, ties) of the fewest best candidates whose count, or weight, reaches `goal`.
 
     The `floor_count` candidates above `floor` must reach it. The row is searched until an eighth of it is left, which
@@ -207,13 +209,13 @@ def _narrow(
     scaled: Float32,
     weights: Float32,
     block_max: Float32,
-    low: float,
-    high: float,
-    count: int,
-    goal: int,
-    by_weight: int,
-    enough: int,
-) -> tuple[float, float, int, int]:
+    low: Scalar,
+    high: Scalar,
+    count: Scalar,
+    goal: Scalar,
+    by_weight: Scalar,
+    enough: Scalar,
+) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """(low, high, count, goal): halve low < scaled <= high, which holds `count` candidates and the last one needed.
 
     Ends when at most `enough` are left in it, or one value. `goal` is what they must reach beside those above `high`.
@@ -236,16 +238,16 @@ def _narrow(
 
 
 @kernel
-def _ties(value: float, goal: int, by_weight: int) -> int:
+def _ties(value: Scalar, goal: Scalar, by_weight: Scalar) -> Scalar:
     """How many candidates scaled to `value` reach `goal`."""
     unit = _integer_weight(value) if by_weight else 1
     return (goal + unit - 1) // unit
 
 
 @kernel
-def _gather(scaled: Float32, block_max: Float32, low: float, high: float, kept: Float32) -> None:
+def _gather(scaled: Float32, block_max: Float32, low: Scalar, high: Scalar, kept: Float32) -> None:
     """Write the values low < scaled <= high to `kept`, which must have room for one more."""
-    size = 0
+    size = np.int64(0)
     for b in range(len(block_max)):
         if block_max[b] > low:
             for i in columns(b, len(scaled)):  # no branch: which values are kept cannot be foreseen
@@ -265,7 +267,7 @@ def _sort_descending(values: Float32) -> None:
 
 
 @kernel
-def _walk(values: Float32, floor: float, goal: int, by_weight: int) -> tuple[float, int]:
+def _walk(values: Float32, floor: Scalar, goal: Scalar, by_weight: Scalar) -> tuple[Scalar, Scalar]:
     """(threshold, ties) of the fewest of `values`, largest first, that reach `goal`; all above `floor` if none do."""
     i = 0
     while i < len(values):
@@ -282,8 +284,8 @@ def _walk(values: Float32, floor: float, goal: int, by_weight: int) -> tuple[flo
 
 @kernel
 def keep(
-    scaled: Float32, weights: Float32, block_max: Float32, top_k: int, top_p: float, min_p: float, spare: Float32
-) -> tuple[float, int]:
+    scaled: Float32, weights: Float32, block_max: Float32, top_k: Scalar, top_p: Scalar, min_p: Scalar, spare: Float32
+) -> tuple[Scalar, Scalar]:
     """(threshold, ties) of what top-k, top-p and min-p leave: all above `threshold`, the first `ties` equal to it."""
     threshold, ties = _NO_WEIGHT, 0
     if top_k > 0 or top_p < _ONE:
@@ -297,8 +299,8 @@ def keep(
 
 @kernel
 def _keep_best(
-    scaled: Float32, weights: Float32, block_max: Float32, top_k: int, top_p: float, spare: Float32
-) -> tuple[float, int]:
+    scaled: Float32, weights: Float32, block_max: Float32, top_k: Scalar, top_p: Scalar, spare: Float32
+) -> tuple[Scalar, Scalar]:
     """`keep` for top-k, and top-p of what it leaves."""
     threshold, ties = _NO_WEIGHT, 0
     count, total = _above(scaled, weights, block_max, threshold)
@@ -307,7 +309,7 @@ def _keep_best(
         count, total = _above(scaled, weights, block_max, threshold)
     if top_p < _ONE:
         everything = total + ties * _integer_weight(threshold)
-        goal = max(1, np.int64(math.ceil(np.float64(top_p) * np.float64(everything))))
+        goal = max(np.int64(1), np.int64(math.ceil(np.float64(top_p) * np.float64(everything))))
         if total >= goal:
             threshold, ties = _search(scaled, weights, block_max, threshold, count, goal, _BY_WEIGHT, spare)
         else:
@@ -317,8 +319,8 @@ def _keep_best(
 
 @kernel
 def find(
-    scaled: Float32, weights: Float32, block_max: Float32, threshold: float, ties: int, point: int
-) -> tuple[int, int]:
+    scaled: Float32, weights: Float32, block_max: Float32, threshold: Scalar, ties: Scalar, point: Scalar
+) -> tuple[Scalar, Scalar]:
     """(token, total): the kept candidate at which the cumulative weight, in order of token id, exceeds `point`.
 
     Where it never does, the token is -1 and `total` is the weight of all that is kept.
@@ -328,7 +330,7 @@ def find(
     for b in range(len(block_max)):
         if block_max[b] < threshold:
             continue
-        weight, tied = 0, 0
+        weight, tied = np.int64(0), np.int64(0)
         for i in columns(b, len(scaled)):
             weight += -np.int64(scaled[i] > threshold) & _rounded(weights[i])
             tied += np.int64(scaled[i] == threshold)
@@ -341,7 +343,9 @@ def find(
 
 
 @kernel
-def _find_in_block(scaled: Float32, weights: Float32, threshold: float, ties: int, point: int, block: int) -> int:
+def _find_in_block(
+    scaled: Float32, weights: Float32, threshold: Scalar, ties: Scalar, point: Scalar, block: Scalar
+) -> Scalar:
     """`find` within one block, whose weights exceed `point`."""
     for i in columns(block, len(scaled)):
         tied = scaled[i] == threshold and ties > 0

@@ -6,9 +6,13 @@ how often its sequence was paused and resumed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .jit import kernel
+
+Uint64 = Any  # np.uint64 inside a kernel, where mypy's scalars and Numba's differ
 
 # Every operand is uint64: Numba turns a mix of signed and unsigned 64-bit integers into float64.
 _LOW = np.uint64(0xFFFFFFFF)
@@ -21,7 +25,9 @@ _WEYL_1 = np.uint64(0xBB67AE85)
 
 
 @kernel
-def philox4x32_10(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple[int, int, int, int]:
+def philox4x32_10(
+    c0: Uint64, c1: Uint64, c2: Uint64, c3: Uint64, k0: Uint64, k1: Uint64
+) -> tuple[Uint64, Uint64, Uint64, Uint64]:
     """Four random 32-bit words of a 128-bit counter and a 64-bit key; all arguments and results uint64 below 2**32."""
     for _ in range(10):
         product0 = _MULTIPLIER_0 * c0
@@ -36,7 +42,7 @@ def philox4x32_10(c0: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> tuple
 
 
 @kernel
-def draw_u64(seed: int, counter: int) -> int:
+def draw_u64(seed: Uint64, counter: Uint64) -> Uint64:
     """uint64 random bits of output token number `counter` (int64) of the sequence with this `seed` (uint64)."""
     count = np.uint64(counter)
     w0, w1, _, _ = philox4x32_10(count & _LOW, count >> _32, _ZERO, _ZERO, seed & _LOW, seed >> _32)
@@ -44,7 +50,7 @@ def draw_u64(seed: int, counter: int) -> int:
 
 
 @kernel
-def scale_u64(bits: int, total: int) -> int:
+def scale_u64(bits: Uint64, total: Uint64) -> Uint64:
     """(bits * total) >> 64 as int64: a uniform integer in 0 .. total - 1. `bits` is uint64, 0 < total < 2**63."""
     size = np.uint64(total)
     bits_low, bits_high = bits & _LOW, bits >> _32

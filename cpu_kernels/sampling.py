@@ -148,7 +148,7 @@ def _choose(
     threshold, ties = keep(scaled, weights, block_max, params.top_k[r], params.top_p[r], params.min_p[r], spare)
     _, total = find(scaled, weights, block_max, threshold, ties, _NEVER)
     point = scale_u64(draw_u64(params.seeds[r], params.counters[r]), total)
-    token, _ = find(scaled, weights, block_max, threshold, ties, point)
+    token: int = find(scaled, weights, block_max, threshold, ties, point)[0]
     return token
 
 
