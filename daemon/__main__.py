@@ -28,11 +28,13 @@ from .clients import Clients
 from .config import Config
 from .endpoint import Endpoint, open_endpoint, socket_path
 from .engine import DeviceLost, Engine
-from .ledger import CPU_AUTO_SHARE, Ledger, plan_memory
+from .journal import Journal
+from .ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, Ledger, plan_memory
 from .logs import start_logging
 from .metrics import Metrics
 from .options import ConfigError
 from .prefix_cache import PrefixCache
+from .recovery import make_journal, take_up_all
 from .reservation import Reservation
 from .scheduler import Scheduler
 from .server import Poller, Server, Signals
@@ -161,7 +163,10 @@ def _assemble(
         window=_window(model),
     )
     runner = StepRunner(backend, limits, host_blocks=host_blocks, costs=scheduler.costs)
-    engine = Engine(scheduler, runner, Metrics(time.monotonic()), epoch=secrets.randbits(62))
+    journal = make_journal(config, endpoint.path, {**dict(identity), "block_size": config.block_size})
+    if journal is not None:
+        stack.callback(journal.close)
+    engine = Engine(scheduler, runner, Metrics(time.monotonic()), epoch=secrets.randbits(62), journal=journal)
     text = Text(
         model.tokenizer,
         model.chat_template,
@@ -176,7 +181,7 @@ def _assemble(
     stack.callback(sessions.hang_up_all)
     # After what was sent last has left, so that a client reads its end before it sees the lifeline hang up.
     stack.callback(endpoint.close)
-    reloader = Reloader(config, load_again, limits.max_model_len, scheduler)
+    reloader = Reloader(config, load_again, limits.max_model_len, scheduler, journal)
     clients = Clients(
         config,
         engine,
@@ -199,6 +204,9 @@ def _assemble(
         version=__version__,
     )
     reloader.clients = clients
+    if journal is not None:
+        clients.now = time.monotonic()
+        take_up_all(journal, clients)
     server = Server(
         endpoint, engine, clients, sessions, timers, poller, signals, manager, reload=reloader.reload_by_signal
     )
@@ -208,11 +216,19 @@ def _assemble(
 class Reloader:
     """Applies a changed configuration to a running daemon: all of it, or nothing."""
 
-    def __init__(self, config: Config, load: Callable[[], Config], max_model_len: int, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        config: Config,
+        load: Callable[[], Config],
+        max_model_len: int,
+        scheduler: Scheduler,
+        journal: Journal | None,
+    ) -> None:
         self._config = config
         self._load = load
         self._max_model_len = max_model_len
         self._scheduler = scheduler
+        self._journal = journal
         self.clients: Clients | None = None
 
     def reload(self) -> list[str]:
@@ -225,6 +241,8 @@ class Reloader:
         if fixed:
             raise InvalidArgument(f"{', '.join(fixed)} can only change with a restart; nothing was changed")
         self._scheduler.set_limits(new.scheduler_limits(self._max_model_len))
+        if self._journal is not None:
+            self._journal.max_bytes, self._journal.grace_s = new.journal_max_bytes, new.resume_grace_s
         start_logging(new.log_level, new.log_format)
         self._config = new
         if self.clients is not None:
@@ -264,6 +282,7 @@ def _allocate(config: Config, limits: BackendLimits, backend: Backend) -> Ledger
         available_bytes=backend.available_bytes(),
         max_model_len=limits.max_model_len,
         auto_share=CPU_AUTO_SHARE,
+        auto_bytes=CPU_AUTO_BYTES,
     )
     for line in ledger.lines():
         log.info("%s", line)

@@ -7,7 +7,7 @@ the peer took them. So every order of events is a list of calls in a test.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -96,6 +96,7 @@ class Clients:
         self._codec_limits = CodecLimits(limits.max_message_bytes, max_array_items=4096, max_map_items=1024)
         self._lingering: dict[tuple[int, str], Request] = {}  # by uid and request_id: those without a session
         self._linger_until: dict[tuple[int, str], float] = {}
+        self._set_aside: dict[tuple[int, str], str] = {}  # requests of an earlier daemon that cannot go on, and why
         self._slow: dict[Session, None] = {}  # have an outbox
         self._handlers: dict[type[Any], Callable[[Session, Any], None]] = {
             Submit: self._submit,
@@ -121,6 +122,8 @@ class Clients:
             message = decode_client_message(data, self._codec_limits)
             if isinstance(message, Hello):
                 self._hello(session, routing_id, peer, message)
+            elif session is None and isinstance(message, Goodbye):
+                pass  # its lifeline hung up before its last word was read
             elif session is None:
                 raise NotFound("there is no session: say hello first", field="session")
             elif handler := self._handlers.get(type(message)):
@@ -217,18 +220,21 @@ class Clients:
     def _attach(self, session: Session, message: Attach) -> None:
         """Take a request of the same user over, and send again what the client does not have."""
         request = self._find_own(session, message.request_id)
+        if request is None and (why := self._set_aside.get((session.peer.uid, message.request_id))):
+            raise Unsupported(f"the daemon was restarted, and cannot go on with this: {why}", field="request_id")
         if request is None:
             raise NotFound("no request of this user has this id, or it is over", field="request_id")
         have = [*message.have, *[0] * len(request.samples)][: len(request.samples)]
         for sample, index in zip(request.samples, have, strict=True):
-            if index > sample.num_sent or (index < sample.num_sent and not sample.history):
+            ahead = index > sample.num_sent and not request.taken_up  # else it comes again, and the client skips it
+            if ahead or (index < sample.num_sent and not sample.history):
                 raise NotFound(f"tokens from {index} on are not kept; submit with linger_s", field="have")
         self._take_from(request)
         request.session = session
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
         for sample, index in zip(request.samples, have, strict=True):
-            again = [batch for batch in sample.history if batch.index >= index]
+            again = [batch for batch in sample.history if batch.index + len(batch.token_ids) > index]
             if again:
                 self.send(session, Tokens(self.engine.epoch, tuple(again)))
             if sample.finished is not None:
@@ -332,7 +338,16 @@ class Clients:
             request.session.requests.pop(request.request_id, None)
         if request.linger_s > 0:
             request.session = None
-            self._linger(request)
+            self._linger(request, request.linger_s)
+
+    def expect_owner(self, request: Request) -> None:
+        """Keep a request of an earlier daemon until its owner asks for it, or for a grace time."""
+        self._linger(request, max(request.linger_s, self.config.resume_grace_s))
+
+    def expect_owners_of_set_aside(self, requests: Mapping[tuple[int, str], str]) -> None:
+        """Tell the owners of these, for a grace time, why their requests cannot go on: (uid, request_id): why."""
+        self._set_aside.update(requests)
+        self._timers.at(self.now + self.config.resume_grace_s, self._set_aside.clear)
 
     # Ends
 
@@ -347,12 +362,17 @@ class Clients:
             request.session = None
             if request.linger_s > 0:
                 self.engine.unhold(request)
-                self._linger(request)
+                self._linger(request, request.linger_s)
             else:
                 self.engine.cancel(request)
 
-    def _linger(self, request: Request) -> None:
-        key, until = (request.uid, request.request_id), self.now + request.linger_s
+    def _linger(self, request: Request, for_s: float) -> None:
+        key, until = (request.uid, request.request_id), self.now + for_s
+        namesake = self._lingering.get(key)
+        if namesake is request:
+            until = max(until, self._linger_until[key])
+        elif namesake is not None:
+            self.engine.cancel(namesake)  # nobody could ask for it any more
         self._lingering[key], self._linger_until[key] = request, until
         self._timers.at(until, lambda: self._end_linger(key))
         if len(self._lingering) > MAX_LINGERING:
@@ -374,7 +394,9 @@ class Clients:
         self.settle(session)
 
     def shut_down(self) -> None:
-        """End what is still running: its readers are told why."""
+        """End what is still running: its readers are told why. Nothing if the next daemon goes on with it."""
+        if self.engine.survives:
+            return
         for request in list(self.requests()):
             self.engine.cancel(request, "error", ShuttingDown("the daemon shut down before this was finished"))
 

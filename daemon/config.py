@@ -22,6 +22,8 @@ from .options import MODE, SWITCH, ConfigError, Option, choice, number, option, 
 FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S")
 """Names in the environment that begin like ours and are read by somebody else: command line, model room, clients."""
 
+MIN_JOURNAL_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class UserLimits:
@@ -109,6 +111,20 @@ class Config:
     )
     drain_timeout_s: float = option(
         30.0, number(0.0, 86_400.0, "SECONDS"), "how long SIGTERM waits for running sequences", reloadable=True
+    )
+    journal: str = option(
+        "on",
+        choice("on", "off", "sync"),
+        "note accepted requests beside the socket, so that the next daemon takes them up; sync: on the disk, too",
+    )
+    journal_max_bytes: int = option(
+        64 << 20, size(), "largest journal; half of it is for requests that are not finished", reloadable=True
+    )
+    resume_grace_s: float = option(
+        60.0,
+        number(1.0, 86_400.0, "SECONDS"),
+        "how long requests of an earlier daemon, and what is finished, wait for a client to come back",
+        reloadable=True,
     )
     socket_mode: int = option(0o660, MODE, "permissions of the sockets")
     socket_group: str = option("", text("GROUP"), "group of the sockets; empty: the daemon's own")
@@ -297,6 +313,10 @@ def _check_together(config: Config) -> None:
         )
     if not 4096 <= config.max_message_bytes <= 1 << 30:
         raise ConfigError(f"max_message_bytes {config.max_message_bytes} cannot be used; set it from 4KiB to 1GiB")
+    if config.journal_max_bytes < MIN_JOURNAL_BYTES:
+        raise ConfigError(
+            f"journal_max_bytes {config.journal_max_bytes} cannot be used; set it to 1MiB or more, or journal to off"
+        )
     if config.address.startswith("tcp://"):
         raise ConfigError("address: tcp is not served; set the path of a Unix socket")
 

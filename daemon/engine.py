@@ -90,7 +90,7 @@ class Engine:
         """When `turn` is due although nothing happens (monotonic seconds): a deadline, a rate limit, or the journal."""
         if self._plan is not None:
             return None
-        times = [self._wake_at, self.journal and self.journal.wake_at]
+        times = [self._wake_at, self.journal.wake_at if self.journal else None]
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -184,10 +184,13 @@ class Engine:
 
     def turn(self, now: float, *, step_done: bool) -> None:
         """Run all stages once. `step_done`: the runner's descriptor is readable. Raises DeviceLost."""
+        begin = time.perf_counter()
         if step_done and self._plan is not None:
             self._collect(now)
         if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
             self._schedule(now)
+            if self.in_flight:
+                self.metrics.host_s.append(time.perf_counter() - begin)
         self._flush()
         if self.journal is not None:
             self.journal.commit(now)  # before anybody is told
@@ -197,7 +200,6 @@ class Engine:
         self._changed = True
         if plan is None:
             return
-        begin = time.perf_counter()
         try:
             result = self.runner.collect()
         except RuntimeError as error:
@@ -211,7 +213,6 @@ class Engine:
         for sequence_id in sampled:
             if sequence_id in self._samples:
                 self._pause_without_credit(self._samples[sequence_id])
-        self.metrics.host_s.append(time.perf_counter() - begin)
 
     def _take_tokens(self, plan: StepPlan, result: StepResult, now: float) -> dict[int, int | None]:
         """The sampled token by sequence id, each also noted in its sample; a row that holds NaN ends its sample."""
@@ -225,8 +226,10 @@ class Engine:
             if errors[row]:
                 self._end(sample, "error", NumericError("the model's output for this sequence is not a number"))
                 continue
-            sample.fresh.append(Token(token_ids[row], logprobs[row], _top(result, row, sample.num_logprobs)))
-            sample.count(token_ids[row])
+            top = _top(result, row, sample.num_logprobs) if sample.num_logprobs else ()
+            sample.fresh.append(Token(token_ids[row], logprobs[row], top))
+            if sample.has_penalties:
+                sample.count(token_ids[row])
             sampled[chunk.sequence.sequence_id] = token_ids[row]
             self._to_flush[sample] = None
             if sample.request.first_token_at is None:
@@ -238,7 +241,6 @@ class Engine:
         """Plan and launch a step, if there is anything to do."""
         self._changed = False
         while self._plan is None:
-            begin = time.perf_counter()
             plan = self.scheduler.schedule(now)
             self._wake_at = plan.wake_at
             for sequence in plan.expired:
@@ -251,7 +253,6 @@ class Engine:
                 if plan.chunks:
                     self.runner.start(plan)
                     self._plan, self._launched_at = plan, now
-                    self.metrics.host_s.append(time.perf_counter() - begin)
                 else:
                     self.runner.move(plan)
                     self.scheduler.update(plan, {})
@@ -359,8 +360,6 @@ def _sampling_chunks(plan: StepPlan) -> Iterable[Chunk]:
 
 def _top(result: StepResult, row: int, count: int) -> tuple[tuple[int, float], ...]:
     """The row's best candidates, (token_id, logprob), best first."""
-    if count <= 0:
-        return ()
     return tuple(zip(result.top_tokens[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True))
 
 

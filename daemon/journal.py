@@ -17,6 +17,7 @@ The rules where it cannot keep everything:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -144,6 +145,11 @@ class Journal:
         last = next(reversed(self._finished.values()), None)
         return None if last is None else last + self.grace_s
 
+    @property
+    def works(self) -> bool:
+        """What was committed is in the file."""
+        return not self._suspended
+
     def stats(self) -> dict[str, object]:
         """For `stats`: plain values."""
         return {
@@ -155,8 +161,11 @@ class Journal:
         }
 
     def close(self) -> None:
-        """Stop writing; the file stays for the next daemon."""
+        """The daemon ends: the file stays if there is something for the next one to finish."""
         self._file.close()
+        if not any(entry.unfinished for entry in self._entries.values()):
+            with contextlib.suppress(OSError):
+                self._file.path.unlink()
 
     # ---- room
 

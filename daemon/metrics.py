@@ -21,6 +21,7 @@ class Metrics:
 
     started_at: float  # monotonic seconds
     requests_total: int = 0
+    requests_taken_up_total: int = 0  # from an earlier daemon's journal
     tokens_generated_total: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
@@ -32,7 +33,7 @@ class Metrics:
     finished: Counter[str] = field(default_factory=Counter)  # samples by finish_reason
     refused: Counter[str] = field(default_factory=Counter)  # requests and calls by error code
     step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # launch to collect
-    host_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # collect to the next launch
+    host_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # a step's end to the next launch
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # arrival to the first token
     slots_allocated_total: int = 0  # summed over steps: KV slots of the blocks in use
     slots_filled_total: int = 0  # summed over steps: those that hold a token
@@ -58,6 +59,7 @@ class Metrics:
         return {
             "uptime_s": now - self.started_at,
             "requests_total": self.requests_total,
+            "requests_taken_up_total": self.requests_taken_up_total,
             "tokens_generated_total": self.tokens_generated_total,
             "prompt_tokens_total": self.prompt_tokens_total,
             "cached_tokens_total": self.cached_tokens_total,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import NamedTuple
 
 from ..client.errors import KVPoolError
 from ..client.protocol import Finished, TokenBatch, Usage
 from ..client.sampling_params import SamplingParams
 from ..model.detokenizer import StopStrings, StreamDetokenizer
-from .sequence import Sequence
+from .journal_records import KnownSample
+from .sequence import Sequence, SequenceState
 from .text import Text
+
+RESTORED_BATCH = 1024
+"""Tokens in one message of those that an earlier daemon gave out; below the wire's MAX_TOKENS_PER_EVENT."""
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio, odd: no two of 2^64 multiples of it are equal modulo 2^64."""
@@ -29,8 +35,7 @@ def sample_seed(seed: int, index: int) -> int:
     return (seed + index * SEED_STRIDE) % 2**64
 
 
-@dataclass(slots=True)
-class Token:
+class Token(NamedTuple):
     """One generated token on its way out."""
 
     token_id: int
@@ -59,6 +64,8 @@ class Request:
     held: str = ""  # why its messages cannot be delivered at the moment
     samples: list[Sample] = field(default_factory=list)
     first_token_at: float | None = None
+    journal_key: int | None = None  # None: no journal has it
+    taken_up: bool = False  # from an earlier daemon: its owner will ask for what was given out before
 
     @property
     def done(self) -> bool:
@@ -77,6 +84,8 @@ class Sample:
     detokenizer: StreamDetokenizer | None
     stops: StopStrings | None
     granted: int | None  # tokens that may be given out in all; None: all
+    num_logprobs: int = 0  # best candidates to report with each token
+    has_penalties: bool = False  # the tokens so far change the odds of the next
     slot: int = -1  # its row in the step builder while it is running
     paused: bool = False
     fresh: list[Token] = field(default_factory=list)  # computed, not yet given out
@@ -108,6 +117,8 @@ class Sample:
             request.text.detokenizer(show_special=not params.skip_special_tokens) if request.text else None,
             StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None,
             request.credit,
+            params.logprobs or 0,
+            params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty),
         )
         sequence.client_data = sample
         if params.repetition_penalty != 1.0:
@@ -115,18 +126,8 @@ class Sample:
         return sample
 
     @property
-    def has_penalties(self) -> bool:
-        params = self.request.params
-        return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
-
-    @property
     def usage(self) -> Usage:
         return Usage(self.sequence.num_prompt_tokens, self.num_sent, self.sequence.num_cached_tokens)
-
-    @property
-    def num_logprobs(self) -> int:
-        """Best candidates to report with each token."""
-        return self.request.params.logprobs or 0
 
     @property
     def allowed(self) -> Items[int]:
@@ -149,8 +150,7 @@ class Sample:
 
     def count(self, token_id: int) -> None:
         """A token was generated: the penalties of the next ones depend on it."""
-        if self.has_penalties:
-            self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+        self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
 
     def take_fresh(self) -> tuple[TokenBatch | None, bool]:
         """The fresh tokens with their text as a message (None: there are none), and whether a stop string is complete.
@@ -179,9 +179,28 @@ class Sample:
             tuple(token.logprob for token in tokens) if params.logprobs is not None else (),
             tuple(token.top for token in tokens) if params.logprobs else (),
         )
-        if self.request.linger_s > 0:
+        if self.request.linger_s > 0 or self.request.taken_up:
             self.history.append(batch)
         return batch, stopped
+
+    def restore(self, known: KnownSample, epoch: int) -> None:
+        """Stand where a sample of the same request stood in an earlier daemon: its tokens are given out already."""
+        pairs = zip_longest(known.token_ids, known.logprobs, known.top_logprobs)
+        tokens = [Token(token_id, logprob or 0.0, top or ()) for token_id, logprob, top in pairs]
+        self.sequence.token_ids += known.token_ids
+        for token_id in known.token_ids if self.has_penalties else ():
+            self.count(token_id)
+        for start in range(0, len(tokens) - 1, RESTORED_BATCH):
+            self.fresh = tokens[start : min(start + RESTORED_BATCH, len(tokens) - 1)]
+            self.take_fresh()
+        if known.finished is not None:
+            self.finished = replace(known.finished, epoch=epoch)
+            self.sequence.finish_reason = known.finished.finish_reason  # the last token's text may depend on it
+            self.sequence.state = SequenceState.FINISHED
+        self.fresh = tokens[-1:]
+        self.take_fresh()
+        if self.granted is not None:
+            self.granted += self.num_sent
 
     def _text_of(self, token_id: int) -> tuple[str, bool]:
         """What the token adds to the text that may be given out, and whether it completes a stop string."""

@@ -1,16 +1,21 @@
-"""A Submit as it came over the wire, checked against the model and turned into a Request."""
+"""A Submit as it came over the wire, checked against the model and turned into a Request; and back, for the journal."""
 
 from __future__ import annotations
 
 from ..client.errors import InvalidArgument, Unsupported
-from ..client.protocol import Submit
+from ..client.protocol import Submit, pack_token_ids
 from ..client.sampling_params import SamplingParams
 from .request import Request, draw_seed
 from .text import Text
 
 
-def make_request(message: Submit, text: Text, uid: int, now: float) -> Request:
-    """The request that a Submit asks for. Raises KVPoolError naming the field that cannot be used."""
+def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int | None = None) -> Request:
+    """The request that a Submit asks for; `seed`: what was drawn for it before, if it names none.
+
+    Raises KVPoolError naming the field that cannot be used.
+    """
+    if seed is None:
+        seed = draw_seed()
     if message.keep:
         raise Unsupported("submit cannot keep its sequence", field="keep")
     params = SamplingParams.from_wire(dict(message.params or {}))
@@ -28,7 +33,7 @@ def make_request(message: Submit, text: Text, uid: int, now: float) -> Request:
         uid=uid,
         prompt_ids=text.prompt_ids(message.prompt, message.messages),
         params=params,
-        seed=draw_seed() if params.seed is None else params.seed,
+        seed=seed if params.seed is None else params.seed,
         stop_token_ids=stop_token_ids,
         text=text if message.want_text or params.stop else None,
         arrival=now,
@@ -37,4 +42,18 @@ def make_request(message: Submit, text: Text, uid: int, now: float) -> Request:
         want_text=message.want_text,
         linger_s=message.linger_s,
         credit=message.credit,
+    )
+
+
+def submit_of(request: Request) -> Submit:
+    """The message that asks for the same again, with the prompt as token ids."""
+    return Submit(
+        request.request_id,
+        prompt=pack_token_ids(request.prompt_ids),
+        params=request.params.to_wire(),
+        priority=request.priority,
+        deadline_s=None if request.deadline is None else request.deadline - request.arrival,
+        credit=request.credit,
+        want_text=request.want_text,
+        linger_s=request.linger_s,
     )

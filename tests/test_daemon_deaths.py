@@ -234,7 +234,7 @@ def test_sigterm_drains_and_leaves_nothing() -> None:
 
 
 def test_a_second_sigterm_hurries() -> None:
-    with DaemonProcess("stuck", drain_timeout_s=1000) as daemon, RawClient(daemon.path) as raw:
+    with DaemonProcess("stuck", drain_timeout_s=1000, journal="off") as daemon, RawClient(daemon.path) as raw:
         raw.open()
         raw.send(Submit("a", prompt=PROMPT, params=GREEDY))
         raw.expect(Accepted)

@@ -61,7 +61,7 @@ def some_history(path: Path) -> list[tuple[int, State]]:
     history.now += GRACE_S
     history.tokens(third, 0, [6])
     commit()
-    history.journal.close()
+    history.journal._file.close()
     return points
 
 
@@ -75,7 +75,7 @@ def test_a_prefix_of_the_file_is_a_prefix_of_the_history(path: Path) -> None:
         journal, found = recovered(path)
         expected = next((state for size, state in reversed(points) if size <= cut), {})
         assert found.requests == expected, f"cut at {cut}"
-        journal.close()
+        journal._file.close()
 
 
 def test_a_flipped_byte_never_gives_wrong_tokens(path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_flipped_byte_never_gives_wrong_tokens(path: Path) -> None:
         journal, found = recovered(path)
         intact = [state for size, state in points if size <= position]
         assert found.requests == (intact[-1] if intact else {}), f"flipped at {position}"
-        journal.close()
+        journal._file.close()
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -100,7 +100,7 @@ def test_any_bytes_at_all_let_the_daemon_start(garbage: bytes, framed: bool) -> 
     history = History(journal)
     history.accept([1])
     history.commit()
-    journal.close()
+    journal._file.close()
     assert len(recovered(path)[1].requests) == 1
     shutil.rmtree(directory)
 
@@ -116,7 +116,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.history = started(self.path)
 
     def teardown(self) -> None:
-        self.history.journal.close()
+        self.history.journal._file.close()
         journal_module.SMALL_BYTES = self.small_bytes
         shutil.rmtree(self.directory)
 
@@ -156,7 +156,7 @@ class JournalMachine(RuleBasedStateMachine):
         journal, found = recovered(copied)
         assert found.requests == self.history.written
         compact = copied.stat().st_size
-        journal.close()
+        journal._file.close()
         assert self.path.stat().st_size <= max(256, 2 * compact) + 256
 
     @invariant()
@@ -186,7 +186,7 @@ def test_compaction_keeps_exactly_what_is_alive(path: Path) -> None:
     assert max(sizes) <= journal_module.SMALL_BYTES
     assert any(after < before for before, after in pairwise(sizes)), "was never rewritten"
     assert [name.name for name in path.parent.iterdir()] == [path.name]
-    history.journal.close()
+    history.journal._file.close()
     found = recovered(path, history.now)[1].requests
     assert found == history.written
     assert found[kept].samples[0].token_ids == list(range(0, 2000, 100))
@@ -220,7 +220,7 @@ def test_where_there_is_no_room_requests_are_refused_and_tokens_left_out(path: P
         history.commit()
         assert path.stat().st_size <= max(4096, journal_module.SMALL_BYTES)
     history.end(keys[0], 0)
-    history.journal.close()
+    history.journal._file.close()
     found = recovered(path)[1].requests
     assert set(found) == set(keys)
     for key in keys[:3]:
@@ -237,7 +237,6 @@ def test_finished_requests_make_room_oldest_first(path: Path) -> None:
         keys.append(history.accept([1, 2, 3]))
         history.end(keys[-1], 0)
         history.commit()
-    history.journal.close()
     found = list(recovered(path)[1].requests)
     assert found == keys[-len(found) :]
     assert len(found) > 5
@@ -270,7 +269,7 @@ def test_disk_full_suspends_the_journal_and_ends(path: Path, caplog: pytest.LogC
     history.now += journal_module.RETRY_S
     history.commit()
     assert history.journal.stats()["journal"] == "on"
-    history.journal.close()
+    history.journal._file.close()
     assert recovered(path)[1].requests == history.said
 
 
@@ -328,6 +327,6 @@ def test_times_survive_another_boot(path: Path) -> None:
     journal = open_journal(path, boot_id="another")
     (known,) = journal.recover(now=5.0, wall=1030.0).requests.values()
     assert known.accept.arrival == 5.0 - 30.0
-    journal.close()
+    journal._file.close()
     journal = open_journal(path, boot_id="another")
     assert journal.recover(now=7.0, wall=0.0).requests[key].accept.arrival == 5.0 - 30.0

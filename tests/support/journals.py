@@ -79,7 +79,7 @@ class History:
 
     def restart(self, path: Path) -> None:
         """Die without a word, and come back."""
-        self.journal.close()
+        self.journal._file.close()  # as the kernel does
         self.journal, found = recovered(path, self.now)
         self.said = found.requests
         self.written = _copy(self.said)
