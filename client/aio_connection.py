@@ -38,7 +38,13 @@ class AsyncConnection:
         """Return, once the session is ready, whose it is. Raises ConnectionLost, or Timeout naming timeout_s."""
         if self.core.state is State.DISCONNECTED:
             self._open()
-        return await self.wait(self._state_changed, self._ready, self.timeout_s, "timeout_s", "the daemon's welcome")
+        return await self.wait(
+            self._state_changed,
+            self._ready,
+            self.timeout_s,
+            "timeout_s",
+            "the daemon's welcome (it may still be loading its model)",
+        )
 
     def _ready(self) -> Welcome | None:
         if self.core.state is State.DISCONNECTED:

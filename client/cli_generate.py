@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from .errors import InvalidArgument
 from .figures import show_duration
 from .results import Output, Result
 from .stream import Stream
-from .terminal import safe
+from .terminal import DIM, Terminal, safe
 
 
 def add_commands(commands: Any) -> None:
@@ -46,7 +47,8 @@ def generate(options: argparse.Namespace) -> int:
             else:
                 first_s = write_stream(stream, started)
                 if sys.stderr.isatty():
-                    print(summary(stream.result(), time.monotonic() - started, first_s), file=sys.stderr)
+                    line = summary(stream.result(), time.monotonic() - started, first_s)
+                    print(Terminal.of(sys.stderr, os.environ).show([(line, DIM)]), file=sys.stderr)
     return 0
 
 
@@ -76,7 +78,7 @@ def _shown(text: str) -> str:
 
 
 def summary(result: Result, total_s: float, first_s: float | None) -> str:
-    """One dim line for the person at the terminal."""
+    """How it went, in one line."""
     usage = result.usage
     parts = [result.finish_reason, f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"]
     if usage.cached_tokens:
@@ -85,7 +87,7 @@ def summary(result: Result, total_s: float, first_s: float | None) -> str:
         parts.append(f"first after {show_duration(first_s)}")
         if usage.completion_tokens > 1 and total_s > first_s:
             parts.append(f"{(usage.completion_tokens - 1) / (total_s - first_s):.0f} tokens/s")
-    return "\x1b[2m" + ", ".join(parts) + "\x1b[0m"
+    return ", ".join(parts)
 
 
 def as_json(result: Result) -> dict[str, Any]:

@@ -56,7 +56,9 @@ class Connection:
         with self._held():
             if self.core.state is State.DISCONNECTED:
                 self._open(self.timeout_s)
-        return self.wait(self._ready, self.timeout_s, "timeout_s", "the daemon's welcome")
+        return self.wait(
+            self._ready, self.timeout_s, "timeout_s", "the daemon's welcome (it may still be loading its model)"
+        )
 
     def _ready(self) -> Welcome | None:
         if self.core.state is State.DISCONNECTED:

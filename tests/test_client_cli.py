@@ -443,3 +443,17 @@ def test_speeds_come_from_two_looks() -> None:
     assert [row.tokens_per_s for row in rows] == [5.0, 5.0]
     assert speed == 10.0
     assert [row.num_shared for row in rows] == [1, 1]
+
+
+def test_a_person_is_told_how_it_went(daemon: FakeDaemon) -> None:
+    main, theirs = pty.openpty()
+    process = subprocess.run(
+        [sys.executable, "-m", "kvpool.client.cli", "generate", "x", "--max-tokens", "2"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    assert process.stdout == b" t0 t1\n"
+    assert "length, 3 + 2 tokens, 1 cached, first after" in read_until(main, "first after")
+    os.close(main)
