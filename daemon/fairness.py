@@ -7,6 +7,8 @@ that comes back from being idle is lifted to the lowest counter of the active on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class VirtualCounters:
     """One counter per uid. Active owners are those with a queued or running sequence."""
@@ -41,6 +43,25 @@ class VirtualCounters:
     def active(self) -> dict[int, int]:
         """Sequences queued or running, by uid."""
         return self._active
+
+
+def share_rows(wanted: list[tuple[int, int]], rows: int, weight: Callable[[int], float]) -> list[int]:
+    """Rows of a step for each prompt of `wanted`, (uid, tokens it lacks), most deserving first.
+
+    Every prompt gets one row. The others are divided among the owners by weight, so that nobody's short prompt waits
+    for another one's long prompt; what an owner does not need goes to whoever comes first.
+    """
+    given = [1] * min(rows, len(wanted)) + [0] * (len(wanted) - rows)
+    left = rows - sum(given)
+    total = sum(weight(uid) for uid in {uid for uid, _ in wanted})
+    parts = {uid: int(left * weight(uid) / total) for uid, _ in wanted}
+    for parted in (True, False):
+        for index, (uid, count) in enumerate(wanted):
+            more = min(left, max(0, count - given[index]), parts[uid] if parted else left)
+            given[index] += more
+            parts[uid] -= more
+            left -= more
+    return given
 
 
 class RateLimiter:

@@ -26,20 +26,29 @@ class Intake:
         """Whoever is refused stays queued and says why in `wait_reason`."""
         if not self._roster.queue:
             return
-        rows = sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in self._roster.running)
-        scan = QueueScan(self._roster.queue, now, limits.ageing_s, self._roster.counters.value)
-        while rows < limits.max_num_batched_tokens and (sequence := scan.best()) is not None:
+        missing = [(s.uid, s.num_tokens - s.num_computed_tokens) for s in self._roster.running]
+        rows, prompting = sum(count for _, count in missing), {uid for uid, count in missing if count > 1}
+        scan = QueueScan(self._roster.queue, now, limits.ageing_s, self._residency.served)
+        while (sequence := scan.best()) is not None:
+            if rows >= limits.max_num_batched_tokens and not self._goes_before(sequence.uid, prompting):
+                break
             refusal = self._consider(sequence, limits, now)
             scan.skip(sequence)
             if refusal is None:
                 sequence.boost += scan.aged(sequence)
                 rows += sequence.num_tokens - sequence.num_computed_tokens
+                prompting.add(sequence.uid)
                 continue
             sequence.wait_reason = refusal.reason
             if refusal.scope is Scope.OWNER:
                 scan.skip_owner(sequence.uid)
             elif refusal.scope is Scope.ALL:
-                break
+                break  # who comes later is not to pass: large requests would never find room
+
+    def _goes_before(self, uid: int, prompting: set[int]) -> bool:
+        """Whether, in a step that is full already, this owner's prompt gets rows before those of the others."""
+        value = self._roster.counters.value
+        return uid not in prompting and value(uid) <= min(map(value, prompting), default=0.0)
 
     def _consider(self, sequence: Sequence, limits: SchedulerLimits, now: float) -> Refusal | None:
         """Start the sequence, or say why not."""
@@ -58,7 +67,11 @@ class Intake:
             if self._cache.await_missing(sequence, hit):
                 return Refusal("its prefix is being computed", Scope.SEQUENCE)
         sequence.goal_tokens = self._goal(sequence, limits)
-        return self._make_place(sequence, hit, limits) or self._start(sequence, hit, own.weight)
+        need = self._need(sequence, hit)
+        refusal = self._make_place(sequence, need, limits.max_running)
+        if refusal is None:
+            self._start(sequence, hit, own.weight)
+        return refusal
 
     def _goal(self, sequence: Sequence, limits: SchedulerLimits) -> int:
         expected = sequence.expected_output_tokens
@@ -70,24 +83,28 @@ class Intake:
         )
         return max(sequence.num_tokens, reserved)
 
-    def _make_place(self, sequence: Sequence, hit: Hit, limits: SchedulerLimits) -> Refusal | None:
-        """Memory and a place in the step, taken from others where that is right. One block per running sequence stays
-        free: else the next few tokens would preempt whoever was let in."""
+    def _need(self, sequence: Sequence, hit: Hit) -> int:
+        """Free blocks with which the sequence reaches its goal."""
         if hit.blocks:
-            need = self._tables.blocks_to_start(hit, sequence.goal_tokens)
-        elif self._reservation != "on-demand":
-            need = self._tables.blocks_short(sequence, sequence.goal_tokens)
-        else:
-            need = self._tables.promise(sequence)
+            return self._tables.blocks_to_start(hit, sequence.goal_tokens)
+        if self._reservation != "on-demand":
+            return self._tables.blocks_short(sequence, sequence.goal_tokens)
+        return self._tables.promise(sequence)
+
+    def _make_place(self, sequence: Sequence, need: int, places: int) -> Refusal | None:
+        """Memory and a place in the step, taken from others where that is right.
+
+        One block per running sequence stays free: else the next few tokens would preempt whoever was let in.
+        """
         displaced = self._residency.displaced(sequence, need)
-        running, places = len(self._roster.running), limits.max_running
-        if running >= places and self._residency.displaceable(displaced) is None:
-            return Refusal(f"all {places} places are taken (max_num_seqs)", Scope.ALL)
-        refusal = self._residency.make_room(sequence, need, displaced, headroom=running)
+        full = Refusal(f"all {places} places are taken (max_num_seqs)", Scope.ALL)
+        if len(self._roster.running) >= places and self._residency.displaceable(displaced) is None:
+            return full
+        refusal = self._residency.make_room(sequence, need, displaced, headroom=len(self._roster.running))
         if refusal is None and len(self._roster.running) >= places:
             victim = self._residency.displaceable(displaced)
             if victim is None:
-                return Refusal(f"all {places} places are taken (max_num_seqs)", Scope.ALL)
+                return full
             self._residency.preempt(victim)
         return refusal
 

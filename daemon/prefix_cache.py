@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from .block_pool import CACHED, EMPTY, REUSED, BlockPool
 from .sequence import Sequence
@@ -47,6 +48,14 @@ class Hit:
     num_full_blocks: int  # of the sequence's own chain; one more block may be used in part
 
 
+class _Note(NamedTuple):
+    """Blocks released before the pool's `tick` were released by `until`; the note was begun at `since`."""
+
+    since: float
+    until: float
+    tick: int
+
+
 @dataclass(slots=True)
 class CacheStats:
     """Counters since the start, in tokens."""
@@ -76,7 +85,7 @@ class PrefixCache:
         self._roots: dict[int | None, bytes] = {}  # by tenant; None is everybody
         self._published = False  # whether the public chain was ever used
         self._pending: dict[bytes, Sequence] = {}  # keys that a running sequence is about to compute
-        self._ticks: deque[tuple[float, int]] = deque()  # (time, the pool's tick then)
+        self._notes: deque[_Note] = deque()
         pool.on_evict(self._evicted)
 
     def __len__(self) -> int:
@@ -228,19 +237,23 @@ class PrefixCache:
         for block in list(self._entries):
             self.forget(block)
 
-    def expire(self, now: float) -> None:
-        """Forget blocks that nobody has used for `ttl_s`. Amortised O(1) per block."""
+    def note_time(self, now: float) -> None:
+        """Remember that what was released so far was released by now; a few notes in a lifetime are enough."""
         if not self.ttl_s:
             return
-        if not self._ticks or now - self._ticks[-1][0] >= self.ttl_s / 64:  # a few notes in a lifetime are enough
-            self._ticks.append((now, self.pool.tick))
-        while len(self._ticks) > 1 and self._ticks[1][0] <= now - self.ttl_s:
-            self._ticks.popleft()
-        at, tick = self._ticks[0]
-        if at > now - self.ttl_s:
-            return
+        if self._notes and now - self._notes[-1].since < self.ttl_s / 64:
+            self._notes[-1] = _Note(self._notes[-1].since, now, self.pool.tick)
+        else:
+            self._notes.append(_Note(now, now, self.pool.tick))
+
+    def expire(self, now: float) -> None:
+        """Forget blocks that nobody has used for `ttl_s`. Amortised O(1) per block."""
+        self.note_time(now)
+        tick = 0
+        while self._notes and self._notes[0].until <= now - self.ttl_s:
+            tick = self._notes.popleft().tick
         for kind in (CACHED, REUSED):
-            while (block := self.pool.oldest(kind)) is not None and self.pool.released_at[block] < tick:
+            while tick and (block := self.pool.oldest(kind)) is not None and self.pool.released_at[block] < tick:
                 self.forget(block)
 
     # Prefixes that are being computed right now

@@ -83,6 +83,10 @@ class Residency:
         """Order among the running ones, best first: class, owner within its share, age."""
         return -sequence.urgency, self._usage.get(sequence.uid, 0.0) > 1.0, sequence.sequence_id
 
+    def served(self, uid: int) -> tuple[float, float]:
+        """Order among owners, who had least first: tokens by weight, then use of the fair share."""
+        return self.roster.counters.value(uid), self._usage.get(uid, 0.0)
+
     # Free blocks and promises
 
     def available(self, sequence: Sequence) -> int:

@@ -19,7 +19,7 @@ from .audit import audit
 from .block_pool import EMPTY, BlockPool
 from .block_tables import BlockTables
 from .deadlines import Deadlines
-from .fairness import RateLimiter
+from .fairness import RateLimiter, share_rows
 from .host_pool import HostPool, PreemptionCosts
 from .intake import Intake
 from .limits import SchedulerLimits
@@ -300,12 +300,16 @@ class Scheduler:
                 prompts.append(sequence)
             elif missing == 1 and sequence.state is SequenceState.RUNNING:
                 self._plan_chunk(plan, sequence, 1)
-        value = self.roster.counters.value
-        prompts.sort(key=lambda prompt: (-prompt.urgency, value(prompt.uid), prompt.sequence_id))
-        for index, sequence in enumerate(prompts):
-            rows = self.limits.max_num_batched_tokens - plan.num_tokens - (len(prompts) - index - 1)
-            if sequence.state is SequenceState.RUNNING and rows > 0:
-                self._plan_chunk(plan, sequence, min(rows, sequence.num_tokens - sequence.num_computed_tokens))
+        served, limits = self.residency.served, self.limits
+        prompts.sort(key=lambda prompt: (-prompt.urgency, served(prompt.uid), prompt.sequence_id))
+        rows = share_rows(
+            [(prompt.uid, prompt.num_tokens - prompt.num_computed_tokens) for prompt in prompts],
+            limits.max_num_batched_tokens - plan.num_tokens,
+            lambda uid: limits.of(uid).weight,
+        )
+        for sequence, count in zip(prompts, rows, strict=True):
+            if count and sequence.state is SequenceState.RUNNING:
+                self._plan_chunk(plan, sequence, count)
 
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
         """Plan up to `num_tokens` rows for the sequence, as memory and its owner's rate allow."""
@@ -381,6 +385,8 @@ class Scheduler:
                 reason = "length"
             if reason is not None and self.end_answer(sequence, reason):
                 ended.append(sequence)
+        if self.cache is not None:
+            self.cache.note_time(self._now)
         return ended
 
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:

@@ -58,11 +58,13 @@ class WaitingQueue:
 class QueueScan:
     """One step's walk over the queue: the best sequence that was not passed over yet.
 
-    `counter(uid)` is the owner's virtual counter; it may change during the walk.
+    `served(uid)` orders owners, the one that had least first; it may change during the walk.
     """
 
-    def __init__(self, queue: WaitingQueue, now: float, ageing_s: float, counter: Callable[[int], float]) -> None:
-        self._now, self._ageing_s, self._counter = now, ageing_s, counter
+    def __init__(
+        self, queue: WaitingQueue, now: float, ageing_s: float, served: Callable[[int], tuple[float, float]]
+    ) -> None:
+        self._now, self._ageing_s, self._served = now, ageing_s, served
         self._lines = {key: list(line) for key, line in queue.lines.items()}  # as they are now, whoever comes or goes
         self._index = dict.fromkeys(self._lines, 0)  # sequences passed over at the head of each line
 
@@ -75,8 +77,8 @@ class QueueScan:
         heads = [line[self._index[key]] for key, line in self._lines.items() if self._index[key] < len(line)]
         return min(heads, key=self._order, default=None)
 
-    def _order(self, sequence: Sequence) -> tuple[int, float, int]:
-        return -(sequence.urgency + self.aged(sequence)), self._counter(sequence.uid), sequence.sequence_id
+    def _order(self, sequence: Sequence) -> tuple[int, tuple[float, float], int]:
+        return -(sequence.urgency + self.aged(sequence)), self._served(sequence.uid), sequence.sequence_id
 
     def skip(self, sequence: Sequence) -> None:
         """Pass over this one in this step."""

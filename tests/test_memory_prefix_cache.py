@@ -1,0 +1,204 @@
+"""The prefix cache by itself: keys, compares, tenants, small budgets, eviction order, TTL, pins."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.client.errors import QuotaExceeded
+from kvpool.daemon.block_pool import CACHED, EMPTY, REUSED, BlockPool
+from kvpool.daemon.limits import OwnerLimits
+from kvpool.daemon.prefix_cache import PrefixCache
+from kvpool.daemon.sequence import Sequence
+from tests.support.scheduling import UID, make, prompt, sequence, submit
+
+
+def filled(cache: PrefixCache, tokens: list[int], uid: int = UID) -> Sequence:
+    """A sequence whose full blocks are computed and in the cache."""
+    pool = cache.pool
+    made = sequence(tokens, uid=uid)
+    blocks = pool.allocate(uid, len(tokens) // pool.block_size)
+    assert blocks is not None
+    made.block_table = blocks
+    made.num_computed_tokens = len(blocks) * pool.block_size
+    cache.insert(made, 0, len(blocks))
+    return made
+
+
+def let_go(cache: PrefixCache, made: Sequence) -> None:
+    cache.pool.release_all(made.block_table, made.uid)
+
+
+def test_keys_depend_on_secret_identity_tenant_and_everything_before() -> None:
+    def keys(secret: bytes = b"s", identity: list[tuple[str, str]] | None = None, uid: int = UID) -> list[bytes]:
+        cache = PrefixCache(BlockPool(4, 4), secret=secret, identity=identity or [("model", "m")])
+        made = sequence(prompt(8), uid=uid)
+        cache.lookup(made)
+        return made.block_hashes
+
+    base = keys()
+    assert len(base) == 2
+    others = [keys(secret=b"t"), keys(identity=[("model", "n")]), keys(uid=UID + 1), keys(identity=[("mode", "lm")])]
+    others.append(keys(identity=[("model", "m"), ("", "")]))
+    assert len({*base, *(key for other in others for key in other)}) == 2 * 6
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3)), max_size=3, unique=True))
+def test_no_two_identities_read_the_same(parts: list[tuple[str, str]]) -> None:
+    """Length prefixes: moving a letter from one part to the next is another identity."""
+    joined = [("".join(name + value for name, value in parts), "")]
+    if joined == parts or not parts:
+        return
+    pool = BlockPool(1, 1)
+    roots = {PrefixCache(pool, secret=b"s", identity=identity)._root(None) for identity in (parts, joined)}
+    assert len(roots) == 2
+
+
+def test_a_colliding_hash_is_no_hit() -> None:
+    """Were two blocks ever to have one key, the token compare would tell them apart."""
+    cache = PrefixCache(BlockPool(8, 4), secret=b"s")
+    filled(cache, prompt(4))
+    victim = sequence([9, 9, 9, 9, 9])
+    cache.lookup(victim)
+    victim.block_hashes = [next(iter(cache._blocks))]
+    assert cache.lookup(victim).num_tokens == 0
+    honest = sequence([*prompt(4), 1])
+    assert cache.lookup(honest).num_tokens == 4
+
+
+def test_the_second_copy_of_a_block_is_not_cached() -> None:
+    cache = PrefixCache(BlockPool(8, 4), secret=b"s")
+    first, second = filled(cache, prompt(8)), filled(cache, prompt(8))
+    assert len(cache) == 2
+    assert [cache.pool.kind[block] for block in (*first.block_table, *second.block_table)] == [CACHED] * 2 + [EMPTY] * 2
+    let_go(cache, first)
+    let_go(cache, second)
+    cache.check_invariants()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_the_smallest_pools_are_obeyed(num_blocks: int) -> None:
+    """A cache of one block is one block: neither none nor without bound."""
+    scheduler, device = make(num_blocks, 4, caching=True)
+    for salt in range(6):
+        submit(scheduler, prompt(4 * num_blocks, salt), 1)
+        device.drain()
+        assert scheduler.cache is not None
+        assert len(scheduler.cache) == scheduler.pool.num_cached == num_blocks
+    hit = submit(scheduler, prompt(4 * num_blocks, 5), 1)
+    device.drain()
+    assert hit.num_cached_tokens == 4 * num_blocks - 1
+
+
+def test_tails_are_evicted_before_what_they_hang_on() -> None:
+    cache = PrefixCache(BlockPool(6, 4), secret=b"s")
+    made = filled(cache, prompt(24))
+    let_go(cache, made)
+    for left in range(5, -1, -1):
+        taken = cache.pool.allocate(UID)
+        assert taken == [made.block_table[left]]
+        assert cache.lookup(sequence([*prompt(24), 1])).num_full_blocks == left
+        cache.check_invariants()
+
+
+def test_four_hits_make_a_block_reused() -> None:
+    cache = PrefixCache(BlockPool(6, 4), secret=b"s")
+    made = filled(cache, prompt(8))
+    for turn in range(4):
+        assert [cache.pool.kind[block] for block in made.block_table] == [CACHED] * 2, turn
+        asking = sequence([*prompt(8), 1])
+        cache.count_hit(cache.lookup(asking), asking)
+    assert [cache.pool.kind[block] for block in made.block_table] == [REUSED] * 2
+    assert (cache.stats.lookup_tokens, cache.stats.hit_tokens) == (36, 32)
+
+
+def test_one_off_prompts_do_not_push_out_a_shared_beginning() -> None:
+    scheduler, device = make(40, 4, caching=True)
+    for turn in range(6):
+        submit(scheduler, [*prompt(24), turn], 1)
+        device.drain()
+    for salt in range(1, 10):  # more than two turnovers of the pool
+        submit(scheduler, prompt(40, salt), 1)
+        device.drain()
+    shared = submit(scheduler, [*prompt(24), 50], 1)
+    device.drain()
+    assert shared.num_cached_tokens == 24
+    for salt in range(10, 60):
+        submit(scheduler, prompt(40, salt), 1)
+        device.drain()
+    late = submit(scheduler, [*prompt(24), 51], 1)
+    device.drain()
+    assert late.num_cached_tokens == 0
+
+
+def test_blocks_unused_for_their_time_to_live_are_forgotten() -> None:
+    scheduler, device = make(40, 4, caching=True, ttl_s=10.0)
+    assert scheduler.cache is not None
+    submit(scheduler, prompt(16), 1)
+    device.drain(now=0.0)
+    device.step(6.0)
+    submit(scheduler, prompt(8), 1)  # uses half of it again
+    device.drain(now=6.0)
+    device.step(11.0)
+    assert len(scheduler.cache) == 2
+    device.step(17.0)
+    assert len(scheduler.cache) == scheduler.pool.num_cached == 0
+    scheduler.check_invariants()
+
+
+def test_clear_forgets_what_is_in_use_too() -> None:
+    scheduler, device = make(40, 4, caching=True)
+    assert scheduler.cache is not None
+    running = submit(scheduler, prompt(16), 12)
+    device.step()
+    scheduler.cache.clear()
+    scheduler.check_invariants()
+    device.drain()
+    assert running.finished
+    assert scheduler.pool.num_cached == len(scheduler.cache)
+
+
+# Pins
+
+
+def test_a_pin_keeps_blocks_within_a_quota_until_it_ends() -> None:
+    scheduler, device = make(40, 4, caching=True, owners={UID: OwnerLimits(max_pinned_blocks=5)})
+    made = submit(scheduler, prompt(20), 1, keep=True)
+    device.drain()
+    with pytest.raises(QuotaExceeded, match="max_pinned_blocks"):
+        scheduler.pin(made, 20), scheduler.pin(made, 4)
+    scheduler.finish(made, "cancelled")
+    scheduler.check_invariants()
+    assert scheduler.pool.charges() == {UID: 5}
+    for salt in range(1, 30):
+        submit(scheduler, prompt(32, salt), 1)
+        device.drain()
+    again = submit(scheduler, [*prompt(20), 1], 1)
+    device.drain()
+    assert again.num_cached_tokens == 20
+    assert scheduler.unpin(1)
+    assert not scheduler.unpin(1)
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_pin_expires_and_never_takes_what_an_accepted_request_needs() -> None:
+    scheduler, device = make(10, 4, caching=True, owners={UID: OwnerLimits(max_pinned_blocks=8)})
+    made = submit(scheduler, prompt(8), 1, keep=True)
+    device.drain()
+    large = submit(scheduler, prompt(36, 1), 2)
+    with pytest.raises(QuotaExceeded, match="accepted"):
+        scheduler.pin(made, 8)
+    device.drain()
+    scheduler.generate(made, 1)
+    device.drain()
+    assert large.finished
+    scheduler.pin(made, 8, expires_at=5.0)
+    scheduler.finish(made, "cancelled")
+    with pytest.raises(Exception, match="not pinned"):
+        submit(scheduler, prompt(36, 2), 2)
+    device.step(5.0)
+    assert scheduler.pool.num_used == 0
+    submit(scheduler, prompt(36, 2), 2)
+    device.drain(now=6.0)
