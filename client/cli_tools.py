@@ -1,4 +1,4 @@
-"""`kvpool pull` and `kvpool convert`: they need the daemon's packages, so they run in a process of its tools."""
+"""`kvpool pull`, `convert` and `service`: they need the daemon's packages, so they run in a process of its tools."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def add_commands(commands: Any) -> None:
     command.add_argument("gguf", help="the file")
     command.add_argument("outdir", help="the directory to make")
     command.set_defaults(command=lambda options: run_tool(["convert", options.gguf, options.outdir]))
+    command = commands.add_parser("service", help="install, remove or look at the systemd service")
+    command.add_argument("action", choices=("install", "uninstall", "status"))
+    command.add_argument("--user", action="store_true", help="a service of your own, without root")
+    command.add_argument("--root", default="/", metavar="DIR", help="write below DIR, and run no systemd command")
+    command.set_defaults(command=_service)
+
+
+def _service(options: argparse.Namespace) -> int:
+    user = ["--user"] if options.user else []
+    return run_tool(["service", options.action, "--root", options.root, *user])
 
 
 def missing_packages() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m kvpool.daemon.tools`: what `kvpool pull`, `convert` and `doctor` need the daemon's packages for."""
+"""`python -m kvpool.daemon.tools`: what `kvpool pull`, `convert`, `service` and `doctor` need the daemon's side for."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ from ..model.errors import ModelError
 from ..model.host import available_memory, usable_cpus
 from ..model.progress import progress_display
 from . import config as configuration
+from . import service_install
 from .options import ConfigError, show_size
 
 PACKAGES = ("numba", "llvmlite", "safetensors", "tokenizers", "gguf", "jinja2", "ml_dtypes")
+
+SERVICE_ACTIONS = {
+    "install": service_install.install,
+    "uninstall": service_install.uninstall,
+    "status": service_install.status,
+}
 
 Finding = dict[str, Any]
 """`name`, `ok` (None: worth knowing, no problem), `detail`, and `advice` where something can be done."""
@@ -36,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("gguf", type=Path)
     command.add_argument("outdir", type=Path)
     command.set_defaults(run=lambda options: convert_file(options.gguf, options.outdir))
+    command = commands.add_parser("service", help="the systemd service: put its files in place, or look at them")
+    command.add_argument("action", choices=tuple(SERVICE_ACTIONS))
+    command.add_argument("--user", action="store_true")
+    command.add_argument("--root", type=Path, default=Path("/"))
+    command.set_defaults(run=service)
     commands.add_parser("doctor", help="what could keep a daemon from starting, as JSON").set_defaults(run=doctor)
     commands.add_parser("models", help="the models that can be pulled").set_defaults(run=models)
     commands.add_parser("settings", help="the table of settings as Markdown").set_defaults(run=settings)
@@ -54,6 +66,16 @@ def convert_file(source: Path, target: Path) -> int:
         print(f"kvpool convert: {error}", file=sys.stderr)
         return 1
     print(target)
+    return 0
+
+
+def service(options: argparse.Namespace) -> int:
+    try:
+        lines = SERVICE_ACTIONS[options.action](root=options.root, user=options.user)
+    except service_install.ServiceError as error:
+        print(f"kvpool service: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(lines))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,11 @@ def test_user_service_goes_below_the_users_own_folder(tmp_path: Path, monkeypatc
     unit = (tmp_path / "home/someone/.config/systemd/user/kvpoold.service").read_text()
     assert "ExecStart=/usr/bin/kvpoold" in unit
     assert "User=" not in unit
+
+
+def test_the_command_line_installs_into_a_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvpool.client.cli", "service"]
+    done = subprocess.run([*command, "install", "--root", tmp_path], capture_output=True, text=True, check=True)
+    assert f"wrote     {tmp_path}/etc/systemd/system/kvpoold.service" in done.stdout
+    shown = subprocess.run([*command, "status", "--root", tmp_path], capture_output=True, text=True, check=True).stdout
+    assert {line.split()[0] for line in shown.splitlines()} == {"current", "present"}
