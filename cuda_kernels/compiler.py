@@ -18,6 +18,7 @@ from .jit import cuda, dispatcher, types
 
 COMPUTE_CAPABILITY = (8, 0)
 WARP = 32
+REGISTERS_PER_MULTIPROCESSOR = 65536
 
 INT32 = types.int32
 INT64 = types.int64
@@ -55,10 +56,14 @@ def build(
     registers: int,
     shared_bytes: int = 0,
 ) -> Kernel:
-    """Compile `function`; `arguments` maps its parameter names to Numba types, in order."""
+    """Compile `function`; `arguments` maps its parameter names to Numba types, in order.
+
+    `ptxas` is told how many blocks the register budget lets a multiprocessor hold, and uses what that leaves.
+    """
     signature = types.void(*arguments.values())
+    resident = max(1, REGISTERS_PER_MULTIPROCESSOR // (threads * registers))
     with _helpers_for_target():
-        ptx, _ = cuda.compile_ptx(function, signature, cc=COMPUTE_CAPABILITY, launch_bounds=threads)
+        ptx, _ = cuda.compile_ptx(function, signature, cc=COMPUTE_CAPABILITY, launch_bounds=(threads, resident))
     kinds = tuple((argument, _kind(kind)) for argument, kind in arguments.items())
     return Kernel(name, _tidy(ptx, name), kinds, threads, registers, shared_bytes)
 

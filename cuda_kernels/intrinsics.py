@@ -19,7 +19,14 @@ _Lowering = tuple[Any, Callable[..., Any]]
 
 _U32 = types.uint32
 _F32 = types.float32
-_LETTERS = {types.uint16: "h", types.uint32: "r", types.int32: "r", types.uint64: "l", types.float32: "f"}
+_LETTERS = {
+    types.uint16: "h",
+    types.uint32: "r",
+    types.int32: "r",
+    types.uint64: "l",
+    types.int64: "l",
+    types.float32: "f",
+}
 
 
 def _assembly(text: str, result: Any, *operands: Any, effects: bool = False) -> _Lowering:
@@ -275,3 +282,33 @@ def log2(typingctx: Any, x: Any) -> _Lowering:
 def rsqrt(typingctx: Any, x: Any) -> _Lowering:
     """1 / sqrt(x) within 2 units in the last place: `rsqrt.approx.f32`."""
     return _assembly("rsqrt.approx.f32 $0, $1;", _F32, _F32)
+
+
+@instruction
+def add(typingctx: Any, a: Any, b: Any) -> _Lowering:
+    """a + b rounded, never fused with a product: `add.rn.f32`."""
+    return _assembly("add.rn.f32 $0, $1, $2;", _F32, _F32, _F32)
+
+
+@instruction
+def multiply(typingctx: Any, a: Any, b: Any) -> _Lowering:
+    """a * b rounded, never fused with a sum: `mul.rn.f32`."""
+    return _assembly("mul.rn.f32 $0, $1, $2;", _F32, _F32, _F32)
+
+
+@instruction
+def round_to_i64(typingctx: Any, x: Any) -> _Lowering:
+    """The nearest integer, ties to even: `cvt.rni.s64.f32`."""
+    return _assembly("cvt.rni.s64.f32 $0, $1;", types.int64, _F32)
+
+
+@instruction
+def multiply_high_u32(typingctx: Any, a: Any, b: Any) -> _Lowering:
+    """The upper 32 bits of a product: `mul.hi.u32`."""
+    return _assembly("mul.hi.u32 $0, $1, $2;", _U32, _U32, _U32)
+
+
+@instruction
+def multiply_high_u64(typingctx: Any, a: Any, b: Any) -> _Lowering:
+    """The upper 64 bits of a product: `mul.hi.u64`."""
+    return _assembly("mul.hi.u64 $0, $1, $2;", types.uint64, types.uint64, types.uint64)

@@ -21,6 +21,7 @@ from .jit import cuda, types
 from .reductions import block_sum
 
 THREADS = 256
+WARPS = THREADS // WARP
 
 
 @kernel_factory
@@ -29,13 +30,14 @@ def rms_norm(out: str = "float32", accumulate: bool = False) -> Kernel:
     load_out, store_out = ELEMENTS[out].load4, ELEMENTS[out].store4
 
     def rms_norm(x: Any, weight: Any, out: Any, width: Any, eps: Any) -> None:
+        partial = cuda.shared.array(WARPS, types.float32)
         row = types.int64(cuda.blockIdx.x) * width
         first = 4 * (cuda.threadIdx.x & (THREADS - 1))
         squares = types.float32(0)
         for column in range(first, width, 4 * THREADS):
             a, b, c, d = load_f32x4(x, row + column)
             squares += a * a + b * b + c * c + d * d
-        scale = rsqrt(block_sum(squares, THREADS // WARP) / types.float32(width) + eps)
+        scale = rsqrt(block_sum(squares, partial, WARPS) / types.float32(width) + eps)
         for column in range(first, width, 4 * THREADS):
             a, b, c, d = load_f32x4(x, row + column)
             wa, wb, wc, wd = load_f32x4(weight, column)

@@ -102,4 +102,4 @@ def paged_float32(shape: AttentionShape) -> Kernel:
         "window": INT32,
         "scale": FLOAT32,
     }
-    return build(paged_float32, arguments, name="paged_float32", threads=THREADS, registers=64)
+    return build(paged_float32, arguments, name="paged_float32", threads=THREADS, registers=80)

@@ -28,7 +28,7 @@ from .jit import cuda, device_function, types
 WARPS = 8
 THREADS = 32 * WARPS
 STRETCH = 64  # k of one warp step
-REGISTERS = {1: 64, 2: 72, 4: 128, 8: 176}  # budget by columns
+REGISTERS = {1: 64, 2: 80, 4: 128, 8: 208}  # budget by columns
 MERGED = 32  # accumulators per lane that are merged at once: 32 KiB of shared memory
 
 _i32, _i64, _u32, _f32 = types.int32, types.int64, types.uint32, types.float32

@@ -1,6 +1,8 @@
 """Every kernel becomes machine code on three architectures without spills, within its register budget."""
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,10 @@ from tests.support.cuda_rooms import (
     paged_decode,
     paged_float32,
     paged_prefill,
+    sampling,
     skinny_matmul,
 )
-from tests.support.machine_code import ARCHITECTURES, assemble
+from tests.support.machine_code import ARCHITECTURES, MachineCode, assemble
 
 Build = Callable[[], compiler.Kernel]
 
@@ -41,6 +44,7 @@ KERNELS: dict[str, Build] = {
     "float32_matmul": float32_matmul.float32_matmul,
     "paged_float32": lambda: paged_float32.paged_float32(shape(64, "float32")),
     "combine": lambda: paged_decode.combine(shape(128), "bfloat16"),
+    "sample": sampling.sample,
     "skinny_matmul 8": lambda: skinny_matmul.skinny_matmul("bfloat16", *skinny_matmul.tile(8)),
     "skinny_matmul 16": lambda: skinny_matmul.skinny_matmul("float16", *skinny_matmul.tile(16)),
     "skinny_matmul 32": lambda: skinny_matmul.skinny_matmul("bfloat16", *skinny_matmul.tile(32)),
@@ -57,32 +61,54 @@ KERNELS: dict[str, Build] = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# Between these and the ones always run lie no decisions: same code, other constants.
+SLOW = {
+    "skinny_matmul 16",
+    "skinny_matmul 32",
+    "paged_decode 64",
+    "paged_decode 128 wide",
+    "paged_prefill 64",
+    "paged_prefill 96",
+    "paged_prefill 256",
+}
+
+
+def named(prefix: str = "") -> list[Any]:
+    chosen = [name for name in KERNELS if name.startswith(prefix)]
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in chosen]
+
+
+@cache
+def machine_code(name: str, architecture: str) -> MachineCode:
+    return assemble(KERNELS[name]().ptx, architecture, max_registers=255)
+
+
+@pytest.mark.parametrize("name", named())
 def test_fits_its_registers_without_spills(name: str) -> None:
     kernel = KERNELS[name]()
     for architecture in ARCHITECTURES:
-        code = assemble(kernel.ptx, architecture, max_registers=255)
+        code = machine_code(name, architecture)
         assert (code.spilled_bytes, code.stack_bytes) == (0, 0), architecture
         assert code.registers <= kernel.registers, architecture
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("paged_decode")])
+@pytest.mark.parametrize("name", named("paged_decode"))
 def test_decode_reads_16_bytes_at_a_time(name: str) -> None:
-    found = assemble(KERNELS[name]().ptx, "sm_90", max_registers=255).instructions()
+    found = machine_code(name, "sm_90").instructions()
     assert found["LDG.E.128.CONSTANT"] >= 8
     assert any(instruction.startswith("HMMA.16816.F32") for instruction in found)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("paged_prefill")])
+@pytest.mark.parametrize("name", named("paged_prefill"))
 def test_prefill_multiplies_on_tensor_cores_and_copies_in_the_background(name: str) -> None:
-    found = assemble(KERNELS[name]().ptx, "sm_90", max_registers=255).instructions()
+    found = machine_code(name, "sm_90").instructions()
     assert any(instruction.startswith("HMMA.16816.F32") for instruction in found)
     assert any(instruction.startswith("LDGSTS.E.BYPASS.128") for instruction in found)
     assert any(instruction.startswith("LDSM.16.MT88.4") for instruction in found)
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name.startswith("skinny_matmul")])
+@pytest.mark.parametrize("name", named("skinny_matmul"))
 def test_products_read_16_bytes_at_a_time_for_tensor_cores(name: str) -> None:
-    found = assemble(KERNELS[name]().ptx, "sm_90", max_registers=255).instructions()
+    found = machine_code(name, "sm_90").instructions()
     assert found["LDG.E.128.CONSTANT"] >= 8
     assert any(instruction.startswith("HMMA.16816.F32") for instruction in found)

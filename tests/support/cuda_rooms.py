@@ -22,6 +22,7 @@ from kvpool.cuda_kernels import (
     paged_decode,
     paged_float32,
     paged_prefill,
+    sampling,
     skinny_matmul,
     tiles,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "paged_decode",
     "paged_float32",
     "paged_prefill",
+    "sampling",
     "skinny_matmul",
     "tiles",
 ]
