@@ -15,7 +15,16 @@ from .aio_stream import AsyncStream
 from .calls import Question
 from .messages import Generate, Submit, Welcome
 from .pool_map import PoolMap
-from .requests import DEFAULT_WINDOW, Options, Prompt, make_generate, make_submit, merge_params, new_id
+from .requests import (
+    DEFAULT_RECONNECT_S,
+    DEFAULT_WINDOW,
+    Options,
+    Prompt,
+    make_generate,
+    make_submit,
+    merge_params,
+    new_id,
+)
 from .results import Result
 from .sampling_params import SamplingParams
 
@@ -32,8 +41,9 @@ class AsyncClient:
         timeout_s: float = 30.0,
         stream_timeout_s: float = 600.0,
         client_name: str = "",
+        reconnect_s: float = DEFAULT_RECONNECT_S,
     ) -> None:
-        self._connection = AsyncConnection(address, timeout_s, client_name)
+        self._connection = AsyncConnection(address, timeout_s, client_name, reconnect_s)
         self._stream_timeout_s = stream_timeout_s
 
     async def connect(self) -> Welcome:

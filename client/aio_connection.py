@@ -23,9 +23,9 @@ T = TypeVar("T")
 class AsyncConnection:
     """Owns the core and the transport; the event loop calls it when a socket has something."""
 
-    def __init__(self, address: str | None, timeout_s: float, client_name: str) -> None:
+    def __init__(self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
-        self.core = Core(client_name)
+        self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s)
         self._address = address
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None
@@ -112,7 +112,7 @@ class AsyncConnection:
         self._loop = asyncio.get_running_loop()
         for fd in transport.filenos:
             self._loop.add_reader(fd, self.pump)
-        self.core.connected()
+        self.core.connected(time.monotonic())
         self.pump()
 
     def _hang_up(self, core: Core | None = None) -> None:
@@ -129,7 +129,7 @@ class AsyncConnection:
             self._reattaching = self._loop.create_task(self._reattach())
 
     async def _reattach(self) -> None:
-        """Try again and again for the requests that linger, until none is left waiting."""
+        """Try again and again for the requests that wait, until none is left."""
         try:
             while self.core.has_detached:
                 self.core.expire(time.monotonic())

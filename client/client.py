@@ -13,7 +13,16 @@ from .calls import Question
 from .connection import Connection
 from .messages import Welcome
 from .pool_map import PoolMap
-from .requests import DEFAULT_WINDOW, Options, Prompt, make_generate, make_submit, merge_params, new_id
+from .requests import (
+    DEFAULT_RECONNECT_S,
+    DEFAULT_WINDOW,
+    Options,
+    Prompt,
+    make_generate,
+    make_submit,
+    merge_params,
+    new_id,
+)
 from .results import Result
 from .sampling_params import SamplingParams
 from .stream import Stream
@@ -27,6 +36,9 @@ class Client:
 
     `timeout_s` limits connecting and every call; `stream_timeout_s` limits the wait for each next token. Every method
     raises a KVPoolError: ConnectionLost, Timeout, or what the daemon answers.
+
+    When the daemon is killed or restarted, open requests go on with the next one, no token lost or doubled, if that
+    listens within `reconnect_s` (it may then take up to `timeout_s` to be ready). 0: they fail at once.
     """
 
     def __init__(
@@ -36,8 +48,9 @@ class Client:
         timeout_s: float = 30.0,
         stream_timeout_s: float = 600.0,
         client_name: str = "",
+        reconnect_s: float = DEFAULT_RECONNECT_S,
     ) -> None:
-        self._connection = Connection(address, timeout_s, client_name)
+        self._connection = Connection(address, timeout_s, client_name, reconnect_s)
         self._stream_timeout_s = stream_timeout_s
 
     # ---- the connection

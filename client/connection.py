@@ -27,7 +27,7 @@ from .stream_state import StreamState
 from .transport import Transport
 
 RETRY_S = 0.1
-"""Between attempts to reconnect for requests that linger."""
+"""Between attempts to reconnect for requests that wait."""
 
 T = TypeVar("T")
 
@@ -35,9 +35,9 @@ T = TypeVar("T")
 class Connection:
     """Owns the core and, while connected, the transport. Safe to use from several threads."""
 
-    def __init__(self, address: str | None, timeout_s: float, client_name: str) -> None:
+    def __init__(self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
-        self.core = Core(client_name)
+        self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s)
         self._address = address
         self._changed = threading.Condition(threading.Lock())
         self._transport: Transport | None = None
@@ -191,7 +191,7 @@ class Connection:
         self._transport = transport
         for fd in (*transport.filenos, self._wake_fd):
             self._poller.register(fd, select.POLLIN)
-        self.core.connected()
+        self.core.connected(time.monotonic())
         if self._driving:
             self._wake()
         self._pump()

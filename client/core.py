@@ -5,8 +5,9 @@
          +-------------------------- lost(), Closing, bad bytes -----------------------+
 
 It knows no socket, no thread and no clock: a shell moves `outbox` and `lifeline_outbox` out and what arrives in, and
-says when the connection is lost. A lost connection fails every call and request at once, except requests with a linger
-time: those wait, and are attached again to the next session.
+says when the connection is lost. A lost connection fails every call at once. Requests with a linger time wait for the
+next session, and are attached to it; when it is the daemon that went away, the others do too, for `reconnect_s`. While
+a daemon accepts connections and has not said welcome (it loads its model), all wait up to `patience_s` from the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from .codec import decode_daemon_message, encode, encode_checked
-from .errors import ConnectionLost, InvalidArgument, KVPoolError, ProtocolError, ShuttingDown, Unsupported, from_code
+from .errors import (
+    ConnectionLost,
+    InvalidArgument,
+    KVPoolError,
+    NotFound,
+    ProtocolError,
+    ShuttingDown,
+    Unsupported,
+    from_code,
+)
 from .lifeline import Frame, FrameKind, FrameReader, encode_frame
 from .messages import (
     PROTOCOL_VERSION,
@@ -48,6 +58,10 @@ class State(Enum):
     READY = auto()
 
 
+class DaemonGone(ConnectionLost):
+    """The lifeline hung up: the daemon has ended, and another one may take up its requests."""
+
+
 class EndOfStream(Exception):
     """Every token of a request has been read. Never leaves the client."""
 
@@ -76,7 +90,7 @@ class PendingCall:
 class Core:
     """One client's session with a daemon, and what it waits for."""
 
-    def __init__(self, client_name: str = "") -> None:
+    def __init__(self, client_name: str = "", *, reconnect_s: float = 0.0, patience_s: float = 0.0) -> None:
         self.state = State.DISCONNECTED
         self.welcome: Welcome | None = None
         self.last_error: KVPoolError | None = None  # why the last connection ended
@@ -84,6 +98,9 @@ class Core:
         self.lifeline_outbox = bytearray()
         self.on_change: Callable[[], None] = lambda: None  # the state is another one
         self._client_name = client_name
+        self._reconnect_s = reconnect_s
+        self._patience_s = patience_s
+        self._lost_at = 0.0  # when the last session that was READY was lost
         self._frames = FrameReader()
         self._streams: dict[str, StreamState] = {}
         self._calls: dict[int, PendingCall] = {}
@@ -91,14 +108,17 @@ class Core:
 
     # ---- the connection
 
-    def connected(self) -> None:
+    def connected(self, now_s: float = 0.0) -> None:
         """Both sockets are open: say hello."""
+        for stream in self._streams.values():
+            if stream.detached_until is not None:
+                stream.detached_until = max(stream.detached_until, self._lost_at + self._patience_s)
         self._frames = FrameReader()
         self.outbox.append(encode(Hello((PROTOCOL_VERSION,), self._client_name, os.getpid())))
         self._enter(State.GREETING)
 
     def lost(self, error: KVPoolError, now_s: float) -> None:
-        """The connection ended. Whoever waits is told, or (requests that linger) goes on waiting for the next one."""
+        """The connection ended. Whoever waits is told, or (requests) goes on waiting for the next one."""
         self.outbox.clear()
         self.lifeline_outbox.clear()
         self.welcome = None
@@ -106,22 +126,25 @@ class Core:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.settle(error=error)
+        if self.state is State.READY:
+            self._lost_at = now_s
         for stream in list(self._streams.values()):
-            if stream.linger_s > 0 and not stream.abandoned:
-                if stream.detached_until is None:
-                    stream.detached_until = now_s + stream.linger_s
+            may_resume = stream.detached_until is not None or isinstance(error, DaemonGone | ShuttingDown)
+            wait_s = max(stream.linger_s, self._reconnect_s if may_resume else 0.0)
+            if wait_s > 0 and not stream.abandoned and not isinstance(error, Unsupported):
+                stream.detached_until = min(now_s + wait_s, self._lost_at + max(wait_s, self._patience_s))
             else:
                 self._end(stream, error)
         self._enter(State.DISCONNECTED)
 
     def abandon_all(self, error: KVPoolError) -> None:
-        """The connection ended on purpose: nothing lingers."""
-        for stream in self._streams.values():
-            stream.linger_s = 0.0
+        """The connection ended on purpose: nothing waits for another."""
+        for stream in list(self._streams.values()):
+            self._end(stream, error)
         self.lost(error, 0.0)
 
     def expire(self, now_s: float) -> None:
-        """Give up requests whose linger time is over."""
+        """Give up requests that have waited long enough for another connection."""
         for stream in list(self._streams.values()):
             if stream.detached_until is not None and now_s >= stream.detached_until:
                 self._end(stream, self.last_error or ConnectionLost("the connection was lost"))
@@ -243,6 +266,7 @@ class Core:
             for stream in self._streams.values():
                 if stream.detached_until is not None:
                     stream.detached_until = None
+                    stream.resuming = True
                     self.outbox.append(encode(stream.attach()))
             self._enter(State.READY)
         elif frame.kind is FrameKind.REFUSED:
@@ -264,6 +288,8 @@ class Core:
         if message.request_id is not None:
             stream = self._streams.get(message.request_id)
             if stream is not None:
+                if stream.resuming and not stream.linger_s and isinstance(error, NotFound):
+                    error = ConnectionLost(f"{self.last_error}; the daemon there now does not know the request")
                 self._end(stream, error)
         elif message.call_id is not None:
             pending = self._calls.pop(message.call_id, None)

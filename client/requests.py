@@ -23,6 +23,9 @@ Prompt = str | Sequence[int] | NDArray[Any] | Chat
 DEFAULT_WINDOW = 256
 """Tokens of each sample that the daemon may send ahead of the reader."""
 
+DEFAULT_RECONNECT_S = 1.5
+"""How long open requests wait for a daemon to listen again: where none comes, they have failed within two seconds."""
+
 
 def new_id() -> str:
     """A name that nobody else has chosen."""

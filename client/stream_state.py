@@ -21,6 +21,7 @@ class _SampleState:
         "error",
         "finish_reason",
         "logprobs",
+        "may_finish_again",
         "texts",
         "token_ids",
         "top_logprobs",
@@ -37,6 +38,7 @@ class _SampleState:
         self.unread = 0
         self.ungranted = 0
         self.finish_reason: str | None = None
+        self.may_finish_again = False  # attached again: the daemon does not know that its end has arrived
         self.usage = Usage()
         self.error: KVPoolError | None = None
 
@@ -60,7 +62,8 @@ class StreamState:
         self.request_id = request_id
         self.window = window
         self.linger_s = linger_s
-        self.detached_until: float | None = None  # set while the connection is lost and the request lingers
+        self.detached_until: float | None = None  # set while the connection is lost and the request waits for another
+        self.resuming = False  # attached again, and not accepted yet
         self.error: KVPoolError | None = None
         self.paused: str | None = None  # the daemon's reason, while it has paused this request
         self.abandoned = False  # nobody will read it; only its end is awaited
@@ -87,6 +90,7 @@ class StreamState:
     def accept(self, num_samples: int) -> None:
         """The daemon says how many samples there are: news for who follows a request that somebody else started."""
         self._samples += [_SampleState() for _ in range(num_samples - len(self._samples))]
+        self.resuming = False
 
     def push(self, batch: TokenBatch) -> None:
         """Take new tokens in. Tokens that are here already (sent again after Attach) are skipped. Raises ProtocolError
@@ -121,6 +125,9 @@ class StreamState:
     def finish(self, message: Finished) -> None:
         """Take the last message about a sample in. Raises ProtocolError for a second one."""
         sample = self._sample(message.sample)
+        if sample.may_finish_again:
+            sample.may_finish_again = False
+            return
         if sample.finish_reason is not None:
             raise ProtocolError(f"sample {message.sample} of {self.request_id} finished twice", field="sample")
         sample.finish_reason = message.finish_reason
@@ -185,6 +192,7 @@ class StreamState:
         """What to say on a new connection to go on from here. All credit is granted anew."""
         for sample in self._samples:
             sample.ungranted = 0
+            sample.may_finish_again = sample.finish_reason is not None
         unread = max(sample.unread for sample in self._samples)
         return Attach(
             self.request_id,

@@ -16,8 +16,8 @@ import zmq
 
 from .address import Address
 from .codec import CLIENT_LIMITS
-from .core import Core
-from .errors import ConnectionLost, KVPoolError, ProtocolError
+from .core import Core, DaemonGone
+from .errors import KVPoolError, ProtocolError
 from .forking import after_fork_in_child
 from .lifeline import connect_lifeline
 
@@ -92,7 +92,7 @@ class Transport:
             data = b""
         if not data:
             self._drain_last(core)
-            raise ConnectionLost("the daemon is gone (it stopped, crashed, or was killed)")
+            raise DaemonGone("the daemon is gone (it stopped, crashed, or was killed)")
         core.receive_lifeline(data)
         return True
 

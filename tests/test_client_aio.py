@@ -265,7 +265,7 @@ def test_lingering_ends_in_an_error(path: Path, doomed: ForkProcess) -> None:
 
 def test_a_daemon_that_stops_says_so(path: Path) -> None:
     async def run(daemon: FakeDaemon) -> None:
-        async with AsyncClient(str(path)) as pool:
+        async with AsyncClient(str(path), reconnect_s=0) as pool:
             stream = await pool.submit("x")
             await anext(stream)
             daemon.do(lambda peer: peer.send(Closing(peer.epoch, "shutting_down")))

@@ -316,7 +316,7 @@ def test_following_what_is_not_there(path: Path) -> None:
 
 
 def test_a_daemon_that_stops_says_so(path: Path) -> None:
-    with FakeDaemon(path, trickle) as daemon, Client(str(path)) as pool:
+    with FakeDaemon(path, trickle) as daemon, Client(str(path), reconnect_s=0) as pool:
         stream = pool.submit("x")
         next(stream)
         daemon.do(lambda peer: peer.send(Closing(peer.epoch, "shutting_down")))
