@@ -44,12 +44,13 @@ class BlockPool:
             raise ValueError("a pool needs at least one block of at least one token; set pool_bytes or block_size")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_free = num_blocks
+        self.num_free = num_blocks  # unreferenced blocks, those that hold a prefix included
+        self.num_cached = 0  # of those, blocks that hold a prefix
         self.ref_count = array("i", bytes(4 * num_blocks))  # tables (and pins) that hold the block
         self.kind = array("b", bytes(num_blocks))  # the list it stands in, or will stand in, when unreferenced
         self.released_at = array("q", bytes(8 * num_blocks))  # value of `tick` when it became unreferenced
         self.tick = 0  # blocks that became unreferenced so far: the pool's notion of time
-        self._owner = array("q", [NOBODY]) * num_blocks
+        self.owners = array("q", [NOBODY]) * num_blocks  # the uid that each block is charged to
         self._co_holders: dict[int, dict[int, int]] = {}  # block -> {uid: references}, only where uids differ
         self._charged: dict[int, int] = {}
         self._evicted: Callable[[int], None] | None = None
@@ -71,25 +72,40 @@ class BlockPool:
         """`count` blocks, each with one reference, charged to `uid`; None, and nothing taken, if too few are free."""
         if count > self.num_free:
             return None
-        blocks = [self._take(uid) for _ in range(count)]
+        blocks = self._take_empty(count)
+        while len(blocks) < count:
+            blocks.append(self._evict_one())
+        for block in blocks:
+            self.ref_count[block] = 1
+            self.owners[block] = uid
         self.num_free -= count
         self._charge(uid, count)
         return blocks
 
-    def _take(self, uid: int) -> int:
-        block = self._next[self._list_to_take_from()]
-        if self.kind[block] != EMPTY:
-            self._forget(block)
+    def _take_empty(self, count: int) -> list[int]:
+        """Unlink up to `count` blocks from the head of the EMPTY list, all at once."""
+        following, sentinel = self._next, self.num_blocks + EMPTY
+        blocks: list[int] = []
+        block = following[sentinel]
+        while len(blocks) < count and block != sentinel:
+            blocks.append(block)
+            block = following[block]
+        following[sentinel], self._previous[block] = block, sentinel
+        return blocks
+
+    def _evict_one(self) -> int:
+        """Unlink the cached block that goes next, and say so."""
+        block = self._next[self._list_to_evict_from()]
         self._unlink(block)
-        self.ref_count[block] = 1
-        self._owner[block] = uid
+        self.kind[block] = EMPTY
+        self.num_cached -= 1
+        if self._evicted is not None:
+            self._evicted(block)
         return block
 
-    def _list_to_take_from(self) -> int:
-        """The sentinel of the list whose head goes next."""
-        following, empty = self._next, self.num_blocks + EMPTY
-        if following[empty] != empty:
-            return empty
+    def _list_to_evict_from(self) -> int:
+        """The sentinel of the list whose head is older, as the module's docstring counts age."""
+        following = self._next
         cached, reused = self.num_blocks + CACHED, self.num_blocks + REUSED
         if following[cached] == cached:
             return reused
@@ -101,11 +117,12 @@ class BlockPool:
 
     def share(self, block: int, uid: int) -> None:
         """One more reference, by `uid`; a cached block that nobody held leaves its list and is charged to `uid`."""
-        owner = self._owner[block]
+        owner = self.owners[block]
         if owner == NOBODY:
             self._unlink(block)
             self.num_free -= 1
-            self._owner[block] = uid
+            self.num_cached -= self.kind[block] != EMPTY
+            self.owners[block] = uid
             self._charge(uid, 1)
         elif owner != uid or block in self._co_holders:
             holders = self._co_holders.setdefault(block, {owner: self.ref_count[block]})
@@ -119,16 +136,18 @@ class BlockPool:
         holders = self._co_holders.get(block)
         if holders is not None:
             self._let_go(block, uid, holders)
-        elif self._owner[block] != uid:
-            raise RuntimeError(f"uid {uid} releases block {block} of uid {self._owner[block]}")
+        elif self.owners[block] != uid:
+            raise RuntimeError(f"uid {uid} releases block {block} of uid {self.owners[block]}")
         self.ref_count[block] -= 1
         if self.ref_count[block] == 0:
             self._charge(uid, -1)
-            self._owner[block] = NOBODY
+            self.owners[block] = NOBODY
             self.num_free += 1
+            self.num_cached += self.kind[block] != EMPTY
             self.released_at[block] = self.tick
             self.tick += 1
-            self._append(block)
+            sentinel = self.num_blocks + self.kind[block]
+            self._insert_after(self._previous[sentinel], block)
 
     def _let_go(self, block: int, uid: int, holders: dict[int, int]) -> None:
         """Account for one reference of several uids; the charge passes to whoever has held the block longest."""
@@ -137,11 +156,11 @@ class BlockPool:
         holders[uid] -= 1
         if holders[uid] == 0:
             del holders[uid]
-            if self._owner[block] == uid:
+            if self.owners[block] == uid:
                 heir = next(iter(holders))
                 self._charge(uid, -1)
                 self._charge(heir, 1)
-                self._owner[block] = heir
+                self.owners[block] = heir
             if len(holders) == 1:
                 del self._co_holders[block]
 
@@ -159,22 +178,16 @@ class BlockPool:
 
     def set_kind(self, block: int, kind: int) -> None:
         """What the block holds: EMPTY, CACHED or REUSED. An unreferenced block moves to that list's old end."""
-        if self.kind[block] == kind:
-            return
-        self.kind[block] = kind
-        if self.ref_count[block] == 0:
+        if self.ref_count[block] == 0 and self.kind[block] != kind:
             self._unlink(block)
+            self.num_cached += (kind != EMPTY) - (self.kind[block] != EMPTY)
             self._insert_after(self.num_blocks + kind, block)
+        self.kind[block] = kind
 
     def oldest(self, kind: int) -> int | None:
         """The unreferenced block of that kind which was released first."""
         block = self._next[self.num_blocks + kind]
         return block if block < self.num_blocks else None
-
-    def _forget(self, block: int) -> None:
-        self.kind[block] = EMPTY
-        if self._evicted is not None:
-            self._evicted(block)
 
     # Ledger
 
@@ -188,11 +201,11 @@ class BlockPool:
 
     def owner(self, block: int) -> int:
         """The uid that the block is charged to; NOBODY where it is free."""
-        return self._owner[block]
+        return self.owners[block]
 
     def references(self, block: int, uid: int) -> int:
         """References that `uid` has to a block charged to it; 0 where it is charged to somebody else."""
-        if self._owner[block] != uid:
+        if self.owners[block] != uid:
             return 0
         holders = self._co_holders.get(block)
         return holders[uid] if holders else self.ref_count[block]
@@ -202,11 +215,6 @@ class BlockPool:
         """Referenced blocks."""
         return self.num_blocks - self.num_free
 
-    @property
-    def num_cached(self) -> int:
-        """Unreferenced blocks that still hold a prefix. Walks the lists: for people and tests, not for every step."""
-        return len(self._walk(CACHED)) + len(self._walk(REUSED))
-
     def _charge(self, uid: int, count: int) -> None:
         charged = self._charged.get(uid, 0) + count
         if charged:
@@ -215,9 +223,6 @@ class BlockPool:
             self._charged.pop(uid, None)
 
     # Linked lists
-
-    def _append(self, block: int) -> None:
-        self._insert_after(self._previous[self.num_blocks + self.kind[block]], block)
 
     def _insert_after(self, before: int, block: int) -> None:
         after = self._next[before]
@@ -242,19 +247,21 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raise RuntimeError if free + referenced != total, a list is broken, or the ledger does not add up."""
         free = [(block, kind) for kind in range(NUM_LISTS) for block in self._walk(kind)]
+        if sum(kind != EMPTY for _, kind in free) != self.num_cached:
+            raise RuntimeError(f"{self.num_cached} free blocks are counted as cached, the lists hold another number")
         if len(free) != self.num_free or len({block for block, _ in free}) != len(free):
             raise RuntimeError(f"{len(free)} blocks stand in the free lists, {self.num_free} are counted as free")
         for block, kind in free:
-            if self.ref_count[block] or self._owner[block] != NOBODY or self.kind[block] != kind:
+            if self.ref_count[block] or self.owners[block] != NOBODY or self.kind[block] != kind:
                 raise RuntimeError(f"free block {block} has a reference, an owner, or stands in the wrong list")
         charged: dict[int, int] = {}
         for block in range(self.num_blocks):
-            if self.ref_count[block] < 0 or (self.ref_count[block] == 0) != (self._owner[block] == NOBODY):
-                raise RuntimeError(f"block {block} has {self.ref_count[block]} references, owner {self._owner[block]}")
-            if self._owner[block] != NOBODY:
-                charged[self._owner[block]] = charged.get(self._owner[block], 0) + 1
+            if self.ref_count[block] < 0 or (self.ref_count[block] == 0) != (self.owners[block] == NOBODY):
+                raise RuntimeError(f"block {block} has {self.ref_count[block]} references, owner {self.owners[block]}")
+            if self.owners[block] != NOBODY:
+                charged[self.owners[block]] = charged.get(self.owners[block], 0) + 1
         if charged != self._charged or sum(charged.values()) != self.num_used:
             raise RuntimeError(f"the ledger says {self._charged}, the blocks say {charged}")
         for block, holders in self._co_holders.items():
-            if sum(holders.values()) != self.ref_count[block] or self._owner[block] not in holders or len(holders) < 2:
+            if sum(holders.values()) != self.ref_count[block] or self.owners[block] not in holders or len(holders) < 2:
                 raise RuntimeError(f"block {block} has {self.ref_count[block]} references, its holders are {holders}")

@@ -104,21 +104,24 @@ class PrefixCache:
             self._roots[tenant] = state.digest()
         return self._roots[tenant]
 
-    def _tokens(self, sequence: Sequence, index: int) -> bytes:
+    def _pack(self, sequence: Sequence, first: int, end: int) -> list[bytes]:
+        """The tokens of the sequence's blocks `first` to `end` - 1, block_size int32 each."""
         size = self.pool.block_size
-        return array("i", sequence.token_ids[index * size : (index + 1) * size]).tobytes()
+        packed = array("i", sequence.token_ids[first * size : end * size]).tobytes()
+        return [packed[start : start + 4 * size] for start in range(0, len(packed), 4 * size)]
 
-    def _extend(self, chain: list[bytes], root: bytes, sequence: Sequence, count: int) -> None:
+    def _extend(self, chain: list[bytes], tenant: int | None, sequence: Sequence, count: int) -> None:
         """Hash blocks until the chain knows the sequence's first `count` ones."""
-        for index in range(len(chain), count):
-            parent = chain[index - 1] if index else root
-            link = parent + self._tokens(sequence, index)
-            chain.append(blake2b(link, key=self._secret, digest_size=_DIGEST_BYTES).digest())
+        parent = chain[-1] if chain else self._root(tenant)
+        for tokens in self._pack(sequence, len(chain), count):
+            parent = blake2b(parent + tokens, key=self._secret, digest_size=_DIGEST_BYTES).digest()
+            chain.append(parent)
 
     def _hash(self, sequence: Sequence, count: int) -> None:
-        self._extend(sequence.block_hashes, self._root(sequence.uid), sequence, count)
-        if self._published:
-            self._extend(sequence.public_hashes, self._root(None), sequence, count)
+        if len(sequence.block_hashes) < count:
+            self._extend(sequence.block_hashes, sequence.uid, sequence, count)
+        if self._published and len(sequence.public_hashes) < count:
+            self._extend(sequence.public_hashes, None, sequence, count)
 
     # Looking up
 
@@ -128,7 +131,10 @@ class PrefixCache:
         full = sequence.num_tokens // size
         self._hash(sequence, full)
         blocks: list[int] = []
-        while len(blocks) < full and (block := self._find(sequence, len(blocks))) is not None:
+        for index, tokens in enumerate(self._pack(sequence, 0, full)):
+            block = self._find(sequence, index, tokens)
+            if block is None:
+                break
             blocks.append(block)
         num_full, num_tokens = len(blocks), len(blocks) * size
         if num_tokens > limit:  # wholly cached: its last token is computed again, in a copy of its last block
@@ -139,14 +145,13 @@ class PrefixCache:
             num_tokens += common
         return Hit(blocks, num_tokens, num_full)
 
-    def _find(self, sequence: Sequence, index: int) -> int | None:
+    def _find(self, sequence: Sequence, index: int, tokens: bytes) -> int | None:
         """The block that holds the sequence's block `index`, in its owner's chain or in the public one."""
         for chain, tenant in ((sequence.block_hashes, sequence.uid), (sequence.public_hashes, None)):
             block = self._blocks.get(chain[index]) if index < len(chain) else None
             if block is not None:
                 entry = self._entries[block]
-                parent = chain[index - 1] if index else self._root(tenant)
-                if entry.parent == parent and entry.tokens == self._tokens(sequence, index):
+                if entry.tokens == tokens and entry.parent == (chain[index - 1] if index else self._root(tenant)):
                     return block
         return None
 
@@ -180,13 +185,13 @@ class PrefixCache:
     def insert(self, sequence: Sequence, first: int, end: int) -> None:
         """Blocks `first` to `end` - 1 of the sequence's table are full and computed: others may use them."""
         self._hash(sequence, end)
-        for index in range(first, end):
+        for index, tokens in enumerate(self._pack(sequence, first, end), first):
             key, block = sequence.block_hashes[index], sequence.block_table[index]
             if self._pending.get(key) is sequence:
                 del self._pending[key]
             if self.pool.kind[block] == EMPTY and key not in self._blocks:
                 parent = sequence.block_hashes[index - 1] if index else self._root(sequence.uid)
-                self._add(block, _Entry(key, parent, self._tokens(sequence, index)))
+                self._add(block, _Entry(key, parent, tokens))
                 self.pool.set_kind(block, CACHED)
 
     def publish(self, sequence: Sequence, num_tokens: int) -> int:
