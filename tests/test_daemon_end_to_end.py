@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvpool.client import Client, InvalidArgument, NotFound, Unsupported
+from kvpool.client.pool_map import USED
 from tests.support.client_swarm import Swarm
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
 from tests.support.engine_harness import Harness
@@ -120,12 +122,11 @@ def test_rows_and_map_of_a_sequence_that_waits_for_its_reader(pool: Client) -> N
         assert (row["request_id"], row["num_output_tokens"], row["num_prompt_tokens"]) == ("held", 3, 4)
         assert row["wait_reason"] == "its reader granted no more tokens"
         pool_map = pool.pool_map()
-        blocks = [int.from_bytes(row["blocks"][i : i + 4], "little") for i in range(0, len(row["blocks"]), 4)]
-        assert len(blocks) == row["num_blocks"] == 1
-        assert pool_map["states"][blocks[0]] == 1
-        assert len(pool_map["states"]) == pool_map["num_blocks"] == pool_map["counters"]["blocks_total"]
-        assert int.from_bytes(pool_map["ref_counts"][2 * blocks[0] : 2 * blocks[0] + 2], "little") == 1
-        assert len(pool_map["owners"]) == 4 * pool_map["num_blocks"]
+        (block,) = row["blocks"]
+        assert pool_map.sequences[0]["request_id"] == "held"
+        assert pool_map.num_blocks == pool_map.counters["blocks_total"]
+        assert (pool_map.states[block], pool_map.ref_counts[block], pool_map.owners[block]) == (USED, 1, os.getuid())
+        assert pool_map.count(USED) == row["num_blocks"] == 1
 
 
 def test_cancel_by_name_from_another_connection(daemon: DaemonProcess, pool: Client) -> None:
@@ -140,8 +141,6 @@ def test_cancel_by_name_from_another_connection(daemon: DaemonProcess, pool: Cli
 def test_what_the_daemon_does_not_do_is_said(pool: Client) -> None:
     with pytest.raises(Unsupported):
         pool.resize(1 << 30)
-    with pytest.raises(Unsupported):
-        pool.open("You are terse.")
     with pytest.raises(InvalidArgument, match="logprobs"):
         pool.generate(PROMPT, logprobs=21)
 
