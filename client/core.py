@@ -175,6 +175,7 @@ class Core:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
         self._send(message)
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
+        stream.unaccepted = message
         self._streams[message.request_id] = stream
         return stream
 
@@ -288,9 +289,7 @@ class Core:
         if message.request_id is not None:
             stream = self._streams.get(message.request_id)
             if stream is not None:
-                if stream.resuming and not stream.linger_s and isinstance(error, NotFound):
-                    error = ConnectionLost(f"{self.last_error}; the daemon there now does not know the request")
-                self._end(stream, error)
+                self._refused(stream, error)
         elif message.call_id is not None:
             pending = self._calls.pop(message.call_id, None)
             if pending is not None:
@@ -299,6 +298,16 @@ class Core:
             raise error
         else:
             raise ConnectionLost(f"the daemon has ended the session: {error}")
+
+    def _refused(self, stream: StreamState, error: KVPoolError) -> None:
+        if stream.resuming and isinstance(error, NotFound):
+            if stream.unaccepted is not None:  # it was never taken: the last daemon had no time
+                stream.resuming = False
+                self.outbox.append(encode(stream.unaccepted))
+                return
+            if not stream.linger_s:
+                error = ConnectionLost(f"{self.last_error}; the daemon there now does not know the request")
+        self._end(stream, error)
 
     def _dispatch(self, message: DaemonMessage) -> None:
         if isinstance(message, Tokens):

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable
 
 from .errors import KVPoolError, ProtocolError, from_code
-from .messages import Attach, Credit, Finished, Notice, TokenBatch, Usage
+from .messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
 from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
+from .ring import RingToken
 
 
 class _SampleState:
@@ -64,6 +65,7 @@ class StreamState:
         self.linger_s = linger_s
         self.detached_until: float | None = None  # set while the connection is lost and the request waits for another
         self.resuming = False  # attached again, and not accepted yet
+        self.unaccepted: Submit | Generate | None = None  # what started it, until the daemon has taken it
         self.error: KVPoolError | None = None
         self.paused: str | None = None  # the daemon's reason, while it has paused this request
         self.abandoned = False  # nobody will read it; only its end is awaited
@@ -90,7 +92,7 @@ class StreamState:
     def accept(self, num_samples: int) -> None:
         """The daemon says how many samples there are: news for who follows a request that somebody else started."""
         self._samples += [_SampleState() for _ in range(num_samples - len(self._samples))]
-        self.resuming = False
+        self.resuming, self.unaccepted = False, None
 
     def push(self, batch: TokenBatch) -> None:
         """Take new tokens in. Tokens that are here already (sent again after Attach) are skipped. Raises ProtocolError
@@ -104,23 +106,30 @@ class StreamState:
             if len(getattr(batch, name)) not in (0, count):
                 raise ProtocolError(f"must be empty or have {count} items", field=name)
         for i in range(known, count):
-            self._append(sample, batch, i)
+            text = batch.texts[i] if batch.texts else ""
+            logprob = batch.logprobs[i] if batch.logprobs else None
+            top = dict(batch.top_logprobs[i]) if batch.top_logprobs else None
+            self._append(sample, TokenEvent(batch.token_ids[i], text, logprob, batch.index + i, batch.sample, top))
         self.on_change()
 
-    def _append(self, sample: _SampleState, batch: TokenBatch, i: int) -> None:
-        token_id = batch.token_ids[i]
-        text = batch.texts[i] if batch.texts else ""
-        logprob = batch.logprobs[i] if batch.logprobs else None
-        top = dict(batch.top_logprobs[i]) if batch.top_logprobs else None
-        sample.token_ids.append(token_id)
-        sample.texts.append(text)
-        if logprob is not None:
-            sample.logprobs.append(logprob)
-        if top is not None:
-            sample.top_logprobs.append(top)
+    def push_token(self, token: RingToken) -> None:
+        """Take one token of the arena's ring in. Raises ProtocolError as `push` does."""
+        sample = self._sample(token.sample)
+        if token.index != len(sample.token_ids):
+            raise ProtocolError(f"token {len(sample.token_ids)} of {self.request_id} is missing", field="index")
+        self._append(sample, TokenEvent(token.token_id, token.text, token.logprob, token.index, token.sample))
+        self.on_change()
+
+    def _append(self, sample: _SampleState, event: TokenEvent) -> None:
+        sample.token_ids.append(event.token_id)
+        sample.texts.append(event.text)
+        if event.logprob is not None:
+            sample.logprobs.append(event.logprob)
+        if event.top_logprobs is not None:
+            sample.top_logprobs.append(event.top_logprobs)
         if not self.abandoned:
             sample.unread += 1
-            self._events.append(TokenEvent(token_id, text, logprob, batch.index + i, batch.sample, top))
+            self._events.append(event)
 
     def finish(self, message: Finished) -> None:
         """Take the last message about a sample in. Raises ProtocolError for a second one."""
