@@ -189,10 +189,10 @@ class FakeDaemon:
         if isinstance(message, Hello):
             peer = self.peers[identity] = Peer(self, identity)
             peer.send(Welcome(self.epoch, 1, f"s{len(self.peers)}", "fake", self.limits, peer.token))
-        self._script(self.peers[identity], message)
         with self._arrived:
             self.received.append(message)
             self._arrived.notify_all()
+        self._script(self.peers[identity], message)
 
     def close(self) -> None:
         for connection, _ in self._lifelines.values():
@@ -249,5 +249,6 @@ def start_process(path: Path, script: Script) -> ForkProcess:
 
     process = multiprocessing.Process(target=serve, daemon=True)
     process.start()
-    assert ready.wait(10)
+    if not ready.wait(10):
+        raise AssertionError("the scripted daemon did not start")
     return process
