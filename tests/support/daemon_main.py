@@ -4,10 +4,12 @@ numpy    the slow twin
 slow     the same, each step of at least 20 ms, on a thread, as a device would
 stuck    a step never ends
 broken   every step fails
+loading  never gets ready
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -49,11 +51,18 @@ class BrokenBackend(NumpyBackend):
         raise RuntimeError("broken for the test")
 
 
+class LoadingBackend(NumpyBackend):
+    def allocate_pool(self, num_blocks: int) -> None:
+        logging.getLogger("kvpool").info("loading for ever")
+        threading.Event().wait()
+
+
 BACKENDS: dict[str, type[NumpyBackend]] = {
     "numpy": NumpyBackend,
     "slow": SlowBackend,
     "stuck": StuckBackend,
     "broken": BrokenBackend,
+    "loading": LoadingBackend,
 }
 
 
