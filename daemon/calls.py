@@ -6,11 +6,7 @@ user, members of admin_group) sees everybody's.
 
 from __future__ import annotations
 
-import grp
-import os
-import pwd
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +18,10 @@ from ..client.token_ids import PackedTokenIds
 from .block_pool import NOBODY
 from .clients import Clients
 from .request import Request, Sample
+from .sequence import Sequence
+from .sequence_objects import SequenceObject
 from .sessions import Peer, Session
+from .users import is_admin, user_name
 
 BLOCK_FREE, BLOCK_USED, BLOCK_CACHED = 0, 1, 2
 HIDDEN = -2
@@ -68,21 +67,27 @@ class Calls:
 
     def _answer_fsck(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            clients.engine.scheduler.check_invariants()
+            clients.check_invariants()
         except RuntimeError as error:
             return {"consistent": False, "error": str(error)}
         return {"consistent": True}
 
     def _answer_cancel(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Requests of this name; if there are none, idle sequences of this name, which are closed."""
         name = _argument(arguments, "request_id", Name(max_bytes=128))
-        found = [request for request in clients.requests() if _is_called(request, name) and not request.done]
-        own = [request for request in found if request.uid == session.peer.uid]
+        requests = [request for request in clients.requests() if _is_called(request, name) and not request.done]
+        idle = [found for found in clients.sequences if name in (found.name, str(found.sequence.sequence_id))]
+        found: list[Request | SequenceObject] = [*requests] or [*idle]
+        own = [item for item in found if item.uid == session.peer.uid]
         if not found:
             raise NotFound(f"no request or sequence is called {name!r}", field="request_id")
         if not own and not is_admin(session.peer, clients.config.admin_group):
             raise NotOwner(f"{name!r} belongs to another user", field="request_id")
-        for request in own or found:
-            clients.engine.cancel(request)
+        for item in own or found:
+            if isinstance(item, Request):
+                clients.engine.cancel(item)
+            else:
+                clients.sequences.close(item)
         return {"cancelled": len(own or found)}
 
     def _answer_tokenize(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +132,7 @@ def stats(clients: Clients) -> dict[str, Any]:
         "sequences_running": len(scheduler.roster.running),
         "sequences_waiting": scheduler.roster.num_waiting,
         "sequences_paused": scheduler.roster.num_paused,
+        "sequences_held": len(clients.sequences),
         "clients": len(clients.sessions),
         "preemptions_total": scheduler.preemptions_total,
         "tokens_computed_total": scheduler.tokens_computed_total,
@@ -139,38 +145,49 @@ def rows(clients: Clients, peer: Peer) -> list[dict[str, Any]]:
     """One row per living sequence that the peer may see."""
     everybody = is_admin(peer, clients.config.admin_group)
     return [
-        _row(clients, request, sample)
-        for request in clients.requests()
-        if everybody or request.uid == peer.uid
-        for sample in request.samples
-        if sample.finished is None
+        *(
+            _row_of_sample(clients, request, sample)
+            for request in clients.requests()
+            if everybody or request.uid == peer.uid
+            for sample in request.samples
+            if sample.finished is None
+        ),
+        *(
+            _row(clients, found.sequence, found.name, found.holder, found.created_at)
+            for found in clients.sequences
+            if (everybody or found.uid == peer.uid) and found.sequence.idle
+        ),
     ]
 
 
-def _row(clients: Clients, request: Request, sample: Sample) -> dict[str, Any]:
-    sequence, session = sample.sequence, request.session
+def _row_of_sample(clients: Clients, request: Request, sample: Sample) -> dict[str, Any]:
+    row = _row(clients, sample.sequence, request.request_id, request.session, request.arrival)
+    return row | {"sample": sample.index, "num_output_tokens": sample.num_sent}
+
+
+def _row(clients: Clients, sequence: Sequence, name: str, session: object, since: float) -> dict[str, Any]:
     holder = session if isinstance(session, Session) else None
     return {
         "sequence_id": sequence.sequence_id,
-        "request_id": request.request_id,
-        "sample": sample.index,
-        "uid": request.uid,
-        "user": _user_name(request.uid),
+        "request_id": name,
+        "sample": 0,
+        "uid": sequence.uid,
+        "user": user_name(sequence.uid),
         "pid": holder.peer.pid if holder else 0,
         "client_name": holder.client_name if holder else "",
-        "state": sequence.state.value,
-        "wait_reason": sequence.wait_reason,
+        "state": "idle" if sequence.idle else sequence.state.value,
+        "wait_reason": "" if sequence.idle else sequence.wait_reason,
         "num_tokens": sequence.num_tokens,
         "num_prompt_tokens": sequence.num_prompt_tokens,
         "num_computed_tokens": sequence.num_computed_tokens,
         "num_cached_tokens": sequence.num_cached_tokens,
-        "num_output_tokens": sample.num_sent,
+        "num_output_tokens": sequence.num_output_tokens,
         "max_tokens": sequence.max_tokens,
         "num_blocks": sequence.num_blocks,
         "blocks": pack_token_ids(sequence.live_blocks()),
         "priority": sequence.priority,
         "preemptions": sequence.preemptions,
-        "age_s": clients.now - request.arrival,
+        "age_s": clients.now - since,
     }
 
 
@@ -195,31 +212,9 @@ def pool_map(clients: Clients, peer: Peer) -> dict[str, Any]:
     }
 
 
-def is_admin(peer: Peer, admin_group: str) -> bool:
-    """Root, the daemon's own user, and the members of `admin_group`."""
-    if peer.uid in (0, os.geteuid()):
-        return True
-    if not admin_group:
-        return False
-    try:
-        gid = int(admin_group) if admin_group.isdecimal() else grp.getgrnam(admin_group).gr_gid
-        user = pwd.getpwuid(peer.uid)
-    except KeyError:
-        return False
-    return gid in (peer.gid, user.pw_gid) or gid in os.getgrouplist(user.pw_name, user.pw_gid)
-
-
 def _require_admin(clients: Clients, session: Session) -> None:
     if not is_admin(session.peer, clients.config.admin_group):
         raise NotOwner("only root, the daemon's user and members of admin_group may do this")
-
-
-@lru_cache(maxsize=256)
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _is_called(request: Request, name: str) -> bool:

@@ -40,6 +40,8 @@ from .config import Config
 from .engine import Engine, Output
 from .metrics import Metrics
 from .request import Request
+from .sequence_objects import SequenceObject, SequenceObjects
+from .sequence_service import SequenceService
 from .sessions import Peer, Session, Sessions
 from .submission import make_request
 from .text import Text
@@ -85,6 +87,7 @@ class Clients:
         self.engine = engine
         self.text = text
         self.sessions = sessions
+        self.sequences = SequenceObjects(engine, timers)
         self.limits = limits
         self.draining = False
         self.now = 0.0  # monotonic seconds, of the turn
@@ -105,6 +108,7 @@ class Clients:
             Attach: self._attach,
             Goodbye: self._goodbye,
             Call: self._call,
+            **SequenceService(self).handlers,
         }
 
     @property
@@ -195,17 +199,32 @@ class Clients:
             self.close(session, "lifeline_lost")
 
     def _submit(self, session: Session, message: Submit) -> None:
+        if message.keep:
+            self.sequences.check_name(session.peer.uid, message.request_id, "request_id")
+        request = self.begin(session, message, self.engine.submit)
+        if request.keep:
+            self.keep_sequence(request)
+
+    def begin(self, session: Session, message: Submit, submit: Callable[[Request], None]) -> Request:
+        """Make a request of a message, `submit` it, and let the session have it."""
         if self.draining:
             raise ShuttingDown("the daemon shuts down and takes no new work")
         if message.request_id in session.requests:
             raise InvalidArgument(f"{message.request_id!r} is the name of a running request", field="request_id")
         request = make_request(message, self.text, session.peer.uid, self.now)
         request.session = session
-        self.engine.submit(request)
+        submit(request)
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
         if session.outbox:
             self.engine.hold(request, SLOW_READER)
+        return request
+
+    def keep_sequence(self, request: Request) -> None:
+        """The request's sequence stays under the request's name."""
+        sequence = request.samples[0].sequence
+        made = SequenceObject(request.request_id, request.uid, sequence, created_at=self.now, request=request)
+        self.sequences.adopt(made)
 
     def _cancel(self, session: Session, message: Cancel) -> None:
         request = session.requests.get(message.request_id)
@@ -357,6 +376,7 @@ class Clients:
             return
         self.sessions.close(session)
         self._slow.pop(session, None)
+        self.sequences.settle(session, self.now)
         requests, session.requests = session.requests, {}
         for request in requests.values():
             request.session = None
@@ -404,6 +424,11 @@ class Clients:
         """The daemon ends: tell everybody. Lifelines hang up once this has left."""
         for session in self.sessions:
             self.send(session, Closing(self.engine.epoch, reason))
+
+    def check_invariants(self) -> None:
+        """Raise RuntimeError if the pool's books do not agree, or something in it belongs to nobody."""
+        self.engine.scheduler.check_invariants()
+        self.sequences.check_invariants()
 
     def requests(self) -> Iterator[Request]:
         """All requests that are alive or kept for somebody who may come back."""

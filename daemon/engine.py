@@ -98,6 +98,10 @@ class Engine:
         """The next daemon will go on with what is not finished."""
         return self.journal is not None and self.journal.works
 
+    def works_on(self) -> set[int]:
+        """Ids of the sequences that a request waits for."""
+        return set(self._samples)
+
     def take_outputs(self) -> list[Output]:
         """What was made since the last call, in order."""
         outputs, self._outputs = self._outputs, []
@@ -105,17 +109,22 @@ class Engine:
 
     # What callers ask
 
-    def submit(self, request: Request) -> None:
-        """Take a request. Raises KVPoolError, and keeps nothing of it, if it cannot be taken."""
-        params = request.params
-        self.scheduler.check_admission(request.uid, len(request.prompt_ids), params.max_tokens, params.n)
+    def submit(self, request: Request, sequence: Sequence | None = None) -> None:
+        """Take a request; with an idle `sequence`, whose tokens are its prompt, that one answers it.
+
+        Raises KVPoolError, and keeps nothing of it, if it cannot be taken.
+        """
+        params, new = request.params, sequence is None
+        self.scheduler.check_admission(request.uid, len(request.prompt_ids), params.max_tokens, params.n, new=new)
         if self.journal is not None:
             request.journal_key = self.journal.accept(
                 request.uid, submit_of(request), params.n, request.seed, request.arrival, time.time()
             )
-        samples = [Sample.of(request, index) for index in range(params.n)]
+        samples = [Sample.of(request, index, sequence) for index in range(params.n)]
         sequences = [sample.sequence for sample in samples]
-        if len(sequences) == 1:
+        if sequence is not None:
+            self.scheduler.generate(sequence, params.max_tokens, deadline=request.deadline)
+        elif len(sequences) == 1:
             self.scheduler.add(sequences[0])
         else:
             self.scheduler.add_group(sequences)
@@ -267,20 +276,30 @@ class Engine:
             sample = self._samples.get(chunk.sequence.sequence_id)
             if sample is not None:
                 self._end(sample, "error", InternalError("the device failed while it worked on this sequence"))
+        for chunk in plan.chunks:
+            chunk.num_tokens = 0  # nothing of it was computed
         self.scheduler.update(plan, {})
+        for chunk in plan.chunks:
+            if not chunk.sequence.finished:  # one that stays: what was taken for the chunk goes back
+                self.scheduler.truncate(chunk.sequence, chunk.sequence.num_tokens)
         if self._failures >= MAX_FAILURES:
             raise DeviceLost(f"{self._failures} steps in a row failed; the last: {error}") from error
 
     # Ends and pauses
 
+    def _is_live(self, sample: Sample) -> bool:
+        """Its sequence works on this sample, and not on a later one."""
+        return self._samples.get(sample.sequence.sequence_id) is sample
+
     def _end(self, sample: Sample, reason: str, error: KVPoolError | None = None) -> None:
-        if self.scheduler.finish(sample.sequence, reason):
+        if self._is_live(sample) and self.scheduler.end_answer(sample.sequence, reason):
             sample.error = error
             self._retire(sample)
 
     def _retire(self, sample: Sample) -> None:
-        """The sample's sequence has ended; what is left is to say so."""
+        """The sample's answer has ended; what is left is to say so."""
         del self._samples[sample.sequence.sequence_id]
+        sample.finish_reason = sample.sequence.finish_reason
         self.runner.release(sample)
         self._to_flush[sample] = None
         self._changed = True
@@ -290,7 +309,7 @@ class Engine:
             self._pause(sample, NO_CREDIT)
 
     def _pause(self, sample: Sample, reason: str) -> None:
-        if sample.sequence.sequence_id in self._samples and not sample.paused:
+        if self._is_live(sample) and not sample.paused:
             sample.paused = True
             self.scheduler.pause(sample.sequence, reason)
             self.runner.release(sample)
@@ -298,7 +317,7 @@ class Engine:
 
     def _resume_if_allowed(self, sample: Sample) -> None:
         has_credit = sample.granted is None or sample.num_sent + len(sample.fresh) < sample.granted
-        if sample.paused and has_credit and not sample.request.held and sample.sequence.sequence_id in self._samples:
+        if sample.paused and has_credit and not sample.request.held and self._is_live(sample):
             sample.paused = False
             self.scheduler.resume(sample.sequence)
             self._notice(sample, "resumed", "")
@@ -319,35 +338,37 @@ class Engine:
     def _flush(self) -> None:
         if not self._to_flush:
             return
-        for sample in self._to_flush:
-            self._give_out(sample)
-        self._to_flush = {}
+        self._to_flush = {sample: None for sample in list(self._to_flush) if not self._give_out(sample)}
         self.metrics.occupancy(*_occupancy(self.scheduler))
 
-    def _give_out(self, sample: Sample) -> None:
-        """The sample's fresh tokens with their text, and the end if it has come."""
-        batch, stopped = sample.take_fresh()
+    def _give_out(self, sample: Sample) -> bool:
+        """The sample's fresh tokens with their text, and the end if it has come. False: the end is said a step later.
+
+        A sequence that stays is free for its owner's next wish once the end is said: the device must be done with it.
+        """
+        batch = sample.take_fresh()
         if batch is not None:
             self.metrics.tokens_generated_total += len(batch.token_ids)
             self._outputs.append(Output(sample.request, batch))
             if self.journal is not None and sample.request.journal_key is not None:
                 self.journal.tokens(sample.request.journal_key, batch)
-        if stopped and self.scheduler.finish(sample.sequence, "stop"):
-            del self._samples[sample.sequence.sequence_id]
-            self.runner.release(sample)
-            self._changed = True
-        if sample.sequence.finished:
-            self._outputs.append(Output(sample.request, self._finished(sample, stopped)))
+        if sample.stopped and self._is_live(sample):
+            self._end(sample, "stop")
+        if sample.finish_reason is None:
+            return True
+        if sample.sequence.in_flight and not sample.sequence.finished:
+            return False
+        self._outputs.append(Output(sample.request, self._finished(sample)))
+        return True
 
-    def _finished(self, sample: Sample, stopped: bool) -> Finished:
-        reason = "stop" if stopped else sample.sequence.finish_reason or "error"
+    def _finished(self, sample: Sample) -> Finished:
+        reason = "stop" if sample.stopped else sample.finish_reason or "error"
         error = sample.error
         info = None if error is None else ErrorInfo(error.code, error.message, error.field, error.retry_after_ms)
-        tail = "" if stopped else sample.tail()
         self.metrics.finished[reason] += 1
         self.metrics.cached_tokens_total += sample.usage.cached_tokens
         sample.finished = Finished(
-            self.epoch, sample.request.request_id, sample.index, reason, sample.usage, tail, info
+            self.epoch, sample.request.request_id, sample.index, reason, sample.usage, sample.tail(), info
         )
         if self.journal is not None and sample.request.journal_key is not None:
             self.journal.end(sample.request.journal_key, sample.finished)

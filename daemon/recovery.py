@@ -56,4 +56,6 @@ def _take_up(known: KnownRequest, clients: Clients) -> None:
     accept = known.accept
     request = make_request(accept.submit, clients.text, accept.uid, accept.arrival, seed=accept.seed)
     clients.engine.take_up(request, known)
+    if request.keep and not request.done:
+        clients.keep_sequence(request)
     clients.expect_owner(request)

@@ -58,6 +58,7 @@ class Request:
     deadline: float | None = None  # monotonic seconds
     priority: int = 0
     want_text: bool = True
+    keep: bool = False  # its sequence stays when it is done
     linger_s: float = 0.0
     credit: int | None = None  # tokens of each sample that may be given out before more is granted; None: all
     session: object = None
@@ -91,24 +92,26 @@ class Sample:
     fresh: list[Token] = field(default_factory=list)  # computed, not yet given out
     num_sent: int = 0
     error: KVPoolError | None = None
+    finish_reason: str | None = None  # once its answer has ended; its sequence may go on with another one
+    stopped: bool = False  # by a stop string
     finished: Finished | None = None  # its last message, once made
     history: list[TokenBatch] = field(default_factory=list)  # what was given out, where the request may be resumed
     token_counts: dict[int, int] = field(default_factory=dict)  # for penalties: times generated; 0: only in the prompt
 
     @classmethod
-    def of(cls, request: Request, index: int) -> Sample:
-        """Sample `index` of a request, with a new sequence."""
+    def of(cls, request: Request, index: int, sequence: Sequence | None = None) -> Sample:
+        """Sample `index` of a request, with a new sequence, or with one that has its prompt already."""
         params = request.params
-        sequence = Sequence(
-            uid=request.uid,
-            token_ids=list(request.prompt_ids),
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=request.stop_token_ids,
-            priority=request.priority,
-            deadline=request.deadline,
-            arrival=request.arrival,
-        )
+        if sequence is None:
+            sequence = Sequence(
+                uid=request.uid,
+                token_ids=list(request.prompt_ids),
+                max_tokens=params.max_tokens,
+                deadline=request.deadline,
+                keep=request.keep,
+            )
+        sequence.arrival, sequence.priority = request.arrival, request.priority
+        sequence.min_tokens, sequence.stop_token_ids = params.min_tokens, request.stop_token_ids
         sample = cls(
             request,
             index,
@@ -152,22 +155,21 @@ class Sample:
         """A token was generated: the penalties of the next ones depend on it."""
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
 
-    def take_fresh(self) -> tuple[TokenBatch | None, bool]:
-        """The fresh tokens with their text as a message (None: there are none), and whether a stop string is complete.
+    def take_fresh(self) -> TokenBatch | None:
+        """The fresh tokens with their text as a message; None: there are none.
 
-        Tokens after a stop string are dropped.
+        If a stop string is complete, `stopped` is set, and tokens after it are dropped.
         """
         tokens, self.fresh = self.fresh, []
         texts: list[str] = []
-        stopped = False
         for token in tokens:
-            text, stopped = self._text_of(token.token_id)
+            text, self.stopped = self._text_of(token.token_id)
             texts.append(text)
-            if stopped:
+            if self.stopped:
                 break
         del tokens[len(texts) :]
         if not tokens:
-            return None, False
+            return None
         params, first = self.request.params, self.num_sent
         self.num_sent += len(tokens)
         batch = TokenBatch(
@@ -181,7 +183,7 @@ class Sample:
         )
         if self.request.linger_s > 0 or self.request.taken_up:
             self.history.append(batch)
-        return batch, stopped
+        return batch
 
     def restore(self, known: KnownSample, epoch: int) -> None:
         """Stand where a sample of the same request stood in an earlier daemon: its tokens are given out already."""
@@ -195,7 +197,7 @@ class Sample:
             self.take_fresh()
         if known.finished is not None:
             self.finished = replace(known.finished, epoch=epoch)
-            self.sequence.finish_reason = known.finished.finish_reason  # the last token's text may depend on it
+            self.finish_reason = known.finished.finish_reason  # the last token's text may depend on it
             self.sequence.state = SequenceState.FINISHED
         self.fresh = tokens[-1:]
         self.take_fresh()
@@ -206,13 +208,13 @@ class Sample:
         """What the token adds to the text that may be given out, and whether it completes a stop string."""
         if self.detokenizer is None:
             return "", False
-        ends = token_id in self.request.stop_token_ids and self.sequence.finish_reason == "stop"
+        ends = token_id in self.request.stop_token_ids and self.finish_reason == "stop"
         text = "" if ends and not self.request.params.include_stop_str_in_output else self.detokenizer.push(token_id)
         return (text, False) if self.stops is None else self.stops.push(text)
 
     def tail(self) -> str:
         """Text that was held back, once it is certain that no stop string follows."""
-        if self.detokenizer is None:
+        if self.detokenizer is None or self.stopped:
             return ""
         text = self.detokenizer.flush()
         if self.stops is None:

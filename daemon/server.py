@@ -240,7 +240,7 @@ class Server:
         elif self._audit_due is not None and now >= self._audit_due:
             self._audit_due, self._last_audit = None, now
             try:
-                self._engine.scheduler.check_invariants()
+                self._clients.check_invariants()
             except RuntimeError:
                 log.exception("the pool's books do not agree")
 

@@ -16,12 +16,12 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
     """
     if seed is None:
         seed = draw_seed()
-    if message.keep:
-        raise Unsupported("submit cannot keep its sequence", field="keep")
     params = SamplingParams.from_wire(dict(message.params or {}))
     params.validate(vocab_size=text.vocab_size)
     if params.prompt_logprobs is not None:
         raise Unsupported("this daemon does not report logprobs of the prompt", field="prompt_logprobs")
+    if message.keep and params.n > 1:
+        raise InvalidArgument("only one sequence can be kept; set n to 1, and fork what is kept", field="keep")
     stop_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else text.eos_token_ids)
     if params.min_tokens and params.allowed_token_ids and stop_token_ids.issuperset(params.allowed_token_ids):
         raise InvalidArgument(
@@ -40,6 +40,7 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         deadline=None if message.deadline_s is None else now + message.deadline_s,
         priority=message.priority,
         want_text=message.want_text,
+        keep=message.keep,
         linger_s=message.linger_s,
         credit=message.credit,
     )
@@ -55,5 +56,6 @@ def submit_of(request: Request) -> Submit:
         deadline_s=None if request.deadline is None else request.deadline - request.arrival,
         credit=request.credit,
         want_text=request.want_text,
+        keep=request.keep,
         linger_s=request.linger_s,
     )

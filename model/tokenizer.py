@@ -38,6 +38,8 @@ class Tokenizer:
         self._byte_level = any(step["type"] == "ByteLevel" for step in kinds)
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in kinds)
         self.strips_first_space = any(_strips_space(step) for step in kinds)
+        self._beginning = (inner.normalizer, inner.pre_tokenizer)
+        self._continuing = _without_prefix(inner)
 
     @classmethod
     def from_file(
@@ -59,15 +61,18 @@ class Tokenizer:
         """Write it as a tokenizer.json."""
         self._inner.save(str(path))
 
-    def encode(self, text: str, *, special: bool, add_bos: bool | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool, add_bos: bool | None = None, continuing: bool = False) -> list[int]:
         """Token ids of `text`.
 
         `special`: the texts of special tokens ("<|im_end|>") become those tokens. Only for text that a chat template
         wrote; a person's text must not be able to end a turn, so there they are ordinary characters.
         `add_bos`: let the tokenizer add what it puts around a text (usually a beginning-of-sequence token, often
         nothing). None: exactly when not `special`, since templates write their own.
+        `continuing`: the text follows other text, so nothing is put before its first word (some put a space).
         """
         self._inner.encode_special_tokens = not special
+        if self._continuing is not None:
+            self._inner.normalizer, self._inner.pre_tokenizer = self._continuing if continuing else self._beginning
         add = (not special) if add_bos is None else add_bos
         ids: list[int] = self._inner.encode(text, add_special_tokens=add).ids
         return ids
@@ -132,6 +137,40 @@ def _decoder_steps(inner: tokenizers.Tokenizer) -> Iterable[dict[str, Any]]:
         if step["type"] not in ("ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip", "Metaspace"):
             raise ModelError(f"tokenizer.json: decoder {step['type']} is not supported; use a byte-level or BPE model")
     return steps
+
+
+def _without_prefix(inner: tokenizers.Tokenizer) -> tuple[Any, Any] | None:
+    """Normalizer and pre-tokenizer that put nothing before the first word; None where the tokenizer's own do not."""
+    own = [
+        None if part is None else json.loads(part.__getstate__()) for part in (inner.normalizer, inner.pre_tokenizer)
+    ]
+    other = [_drop_prefix(step) for step in own]
+    if other == own:
+        return None
+    skeleton = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": other[0],
+        "pre_tokenizer": other[1],
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+    }
+    made = tokenizers.Tokenizer.from_str(json.dumps(skeleton))
+    return made.normalizer, made.pre_tokenizer
+
+
+def _drop_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A step of a tokenizer.json, and the steps inside it, without what they put before a text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    changed = dict(step)
+    for name in ("normalizers", "pretokenizers"):
+        if name in changed:
+            changed[name] = [kept for inner in changed[name] if (kept := _drop_prefix(inner)) is not None]
+    if changed["type"] == "Metaspace":
+        changed["prepend_scheme"] = "never"
+    if "add_prefix_space" in changed:
+        changed["add_prefix_space"] = False
+    return changed
 
 
 def _strips_space(step: dict[str, Any]) -> bool:

@@ -32,6 +32,7 @@ from kvpool.daemon.clients import MAX_OUTBOX, Clients, Sent
 from kvpool.daemon.config import Config
 from kvpool.daemon.sessions import Peer, Sessions
 from kvpool.daemon.timers import Timers
+from kvpool.daemon.users import is_admin
 from tests.support.engine_harness import Harness
 
 PROMPT = "The sea is"
@@ -268,10 +269,10 @@ def test_what_is_finished_can_be_asked_for_during_its_linger_time() -> None:
 
 
 def test_administrators() -> None:
-    assert calls.is_admin(ROOT, "")
-    assert calls.is_admin(Peer(os.geteuid(), 1, 1), "")
-    assert not calls.is_admin(Peer(4_000_000, 1, 1), "")
-    assert not calls.is_admin(Peer(4_000_000, 1, 1), "no-such-group")
+    assert is_admin(ROOT, "")
+    assert is_admin(Peer(os.geteuid(), 1, 1), "")
+    assert not is_admin(Peer(4_000_000, 1, 1), "")
+    assert not is_admin(Peer(4_000_000, 1, 1), "no-such-group")
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:5", "localhost:1:2:x", "localhost:1:2", "a:b:c:d"])

@@ -135,7 +135,7 @@ def test_max_tokens_zero_only_computes_the_prompt(engine: Harness) -> None:
         (PROMPT, {"stop_token_ids": [2**31 - 1]}, InvalidArgument, "stop_token_ids"),
         (PROMPT, {"allowed_token_ids": [2], "min_tokens": 1}, InvalidArgument, "allowed_token_ids"),
         (PROMPT, {"prompt_logprobs": 1}, Unsupported, "prompt_logprobs"),
-        (PROMPT, {"keep": True}, Unsupported, "keep"),
+        (PROMPT, {"keep": True, "n": 2}, InvalidArgument, "keep"),
     ],
 )
 def test_what_cannot_be_is_refused_and_keeps_nothing(

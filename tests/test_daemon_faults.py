@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.client.protocol import (
     Accepted,
+    Append,
     Call,
     Cancel,
     Credit,
@@ -157,9 +158,10 @@ def test_parameters_at_the_edge_are_served(raw: RawClient, params: dict[str, Any
         (Submit("r\n", prompt=PROMPT), "invalid_argument", "request_id"),
         (Submit("r", prompt=PROMPT, priority=101), "invalid_argument", "priority"),
         (Submit("r", prompt=PROMPT, deadline_s=-1.0), "invalid_argument", "deadline_s"),
-        (Submit("r", prompt=PROMPT, keep=True), "unsupported", "keep"),
+        (Submit("r", prompt=PROMPT, params={"n": 2}, keep=True), "invalid_argument", "keep"),
         (Hello((1,), "again"), "invalid_argument", "type"),
-        (OpenSequence(1, "s", prompt=PROMPT), "unsupported", "type"),
+        (OpenSequence(1, "s", prompt=pack_token_ids([])), "invalid_argument", "prompt"),
+        (Append(1, "s", prompt=PROMPT), "not_found", "sequence_id"),
         (Call(1, "no_such_method"), "unsupported", "method"),
         (Call(1, "cancel"), "invalid_argument", "request_id"),
         (Call(1, "cancel", {"request_id": "never"}), "not_found", "request_id"),

@@ -56,6 +56,17 @@ def test_sentencepiece_text_goes_in_and_out_whole(sentencepiece: Tokenizer, text
     assert sentencepiece.decode(sentencepiece.encode(text, special=False)) == text
 
 
+@given(text=st.text(st.sampled_from(" abcé!\n\t🦙日"), max_size=30))
+def test_text_that_follows_other_text_gets_nothing_put_before_it(
+    tiny: Tokenizer, sentencepiece: Tokenizer, text: str
+) -> None:
+    for tokenizer in (tiny, sentencepiece):
+        before = tokenizer.encode("ab", special=False)
+        ids = tokenizer.encode(text, special=False, add_bos=False, continuing=True)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+        assert tokenizer.encode("ab", special=False) == before
+
+
 def test_gguf_and_directory_give_the_same_ids(tmp_path: Path) -> None:
     directory = write_tiny_llama(tmp_path / "hf")
     ours = Tokenizer.from_file(directory / "tokenizer.json")
