@@ -120,7 +120,8 @@ def serve(
     """Run a daemon until it is told to stop; what it made is gone afterwards, however it ends."""
     started = time.monotonic()
     start_logging(config.log_level, config.log_format)
-    signal.signal(signal.SIGTERM, _stop_starting)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop_starting)
     manager = Manager.from_environment(environ)
     _raise_descriptor_limit()
     with ExitStack() as stack:

@@ -97,12 +97,6 @@ class Config:
     )
     max_clients: int = option(1024, whole(1, 65_536), "client sessions at once", reloadable=True)
     max_message_bytes: int = option(4 << 20, size(), "largest message a client may send")
-    max_undelivered_events: int = option(
-        4096,
-        whole(16, 1_000_000),
-        "token events held for a reader that has stopped, before its sequences pause",
-        reloadable=True,
-    )
     lifeline_grace_s: float = option(
         5.0,
         number(0.1, 3600.0, "SECONDS"),

@@ -34,6 +34,7 @@ from .timers import Timers
 
 log = logging.getLogger(__name__)
 
+NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MESSAGES_PER_TURN = 64
 SLOW_RETRY_S = 0.05
 OUT_OF_DESCRIPTORS_PAUSE_S = 0.5
@@ -69,9 +70,8 @@ class Signals:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._came: list[int] = []
         self._before_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        }
+        for number in NOTED:
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         self._came.append(number)
@@ -88,8 +88,9 @@ class Signals:
         yield from came
 
     def close(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        """From here on signals change nothing: the daemon is taking itself apart, and nothing may interrupt that."""
+        for number in NOTED:
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._before_fd)
         os.close(self._reader)
         os.close(self._writer)
