@@ -94,13 +94,14 @@ class Intake:
     def _make_place(self, sequence: Sequence, need: int, places: int) -> Refusal | None:
         """Memory and a place in the step, taken from others where that is right.
 
-        One block per running sequence stays free: else the next few tokens would preempt whoever was let in.
+        On demand one block per running sequence stays free: else the next tokens would preempt whoever was let in.
         """
         displaced = self._residency.displaced(sequence, need)
         full = Refusal(f"all {places} places are taken (max_num_seqs)", Scope.ALL)
         if len(self._roster.running) >= places and self._residency.displaceable(displaced) is None:
             return full
-        refusal = self._residency.make_room(sequence, need, displaced, headroom=len(self._roster.running))
+        headroom = len(self._roster.running) if self._reservation == "on-demand" else 0
+        refusal = self._residency.make_room(sequence, need, displaced, headroom=headroom)
         if refusal is None and len(self._roster.running) >= places:
             victim = self._residency.displaceable(displaced)
             if victim is None:

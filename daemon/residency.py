@@ -48,26 +48,35 @@ class Refusal(NamedTuple):
 class Residency:
     """Decides about the pool's memory for the scheduler, which decides about the step's rows."""
 
-    def __init__(self, tables: BlockTables, roster: Roster, pins: Pins, host: HostPool, costs: PreemptionCosts) -> None:
+    def __init__(
+        self,
+        tables: BlockTables,
+        roster: Roster,
+        pins: Pins,
+        host: HostPool,
+        costs: PreemptionCosts,
+        limits: SchedulerLimits,
+    ) -> None:
         self.tables = tables
         self.pool = tables.pool
         self.roster = roster
         self.pins = pins
         self.host = host
         self.costs = costs
+        self.limits = limits
         self.promised = 0  # free blocks that belong to admitted sequences
         self.deadlocks_broken = 0
         self._promised_of: Counter[int] = Counter()  # by uid
         self._usage: dict[int, float] = {}  # by uid; see `begin`
         self._shares: dict[int, float] = {}
-        self._limits = SchedulerLimits()
         self._plan = StepPlan()
         self._now = 0.0
         self.slots_in_use: list[int] = []  # read by the step in flight
 
-    def begin(self, plan: StepPlan, limits: SchedulerLimits, now: float) -> None:
+    def begin(self, plan: StepPlan, now: float) -> None:
         """A step is planned from here on: note who uses how much of its fair share (1.0: just that)."""
-        self._plan, self._limits, self._now = plan, limits, now
+        self._plan, self._now = plan, now
+        limits = self.limits
         active = self.roster.counters.active
         total = sum(limits.of(uid).weight for uid in active)
         self._shares = {uid: limits.of(uid).weight / total for uid in active}
@@ -76,7 +85,7 @@ class Residency:
     def _usage_with(self, uid: int, blocks: int, sequences: int) -> float:
         """How much of its fair share `uid` would use with so many more blocks and running sequences."""
         of_pool = (self.pool.charged(uid) + blocks) / self.pool.num_blocks
-        of_step = (self.roster.running_of(uid) + sequences) / self._limits.max_running
+        of_step = (self.roster.running_of(uid) + sequences) / self.limits.max_running
         return max(of_pool, of_step) / self._shares[uid]
 
     def rank(self, sequence: Sequence) -> tuple[int, bool, int]:
@@ -117,7 +126,7 @@ class Residency:
 
     def _quota_room(self, sequence: Sequence) -> int:
         """Blocks that its owner's limit still allows this sequence to take."""
-        limit = self._limits.of(sequence.uid).max_blocks
+        limit = self.limits.of(sequence.uid).max_blocks
         if limit is None:
             return self.pool.num_blocks
         promised = self._promised_of[sequence.uid] - sequence.promised_blocks
@@ -154,7 +163,7 @@ class Residency:
             own = self._victims(sequence, limit_short, outranks, uid=sequence.uid)
             own = own if own is not None else self._all_others(sequence, outranks)
             if own is None:
-                limit = self._limits.of(sequence.uid).max_blocks
+                limit = self.limits.of(sequence.uid).max_blocks
                 return Refusal(f"uid {sequence.uid} would hold more than its max_blocks {limit}", Scope.OWNER)
         if pool_short > 0:
             found = self._victims(sequence, pool_short, outranks)
@@ -234,7 +243,7 @@ class Residency:
     def enforce_limits(self) -> None:
         """Preempt sequences of owners that hold more than their limit, which was lowered or passed on to them."""
         for uid, charged in self.pool.charges().items():
-            limit = self._limits.of(uid).max_blocks
+            limit = self.limits.of(uid).max_blocks
             if limit is not None and charged > limit:
                 self._shed(uid, charged - limit)
 

@@ -63,7 +63,7 @@ class Scheduler:
         self.reservation = reservation
         self.preemptions_total = 0
         self.tokens_computed_total = 0
-        self.residency = Residency(self.tables, self.roster, self.pins, self.host, self.costs)
+        self.residency = Residency(self.tables, self.roster, self.pins, self.host, self.costs, limits)
         self._admission = Admission(self.tables, self.roster, self.pins, reservation)
         self._rates = RateLimiter()
         self._intake = Intake(self.residency, self._rates, reservation)
@@ -260,7 +260,7 @@ class Scheduler:
 
     def set_limits(self, limits: SchedulerLimits) -> None:
         """Replace all limits; what was accepted before stays accepted."""
-        self.limits = limits
+        self.limits = self.residency.limits = limits
 
     # Steps
 
@@ -276,7 +276,7 @@ class Scheduler:
         self.pins.expire(now)
         if self.cache is not None:
             self.cache.expire(now)
-        self.residency.begin(plan, self.limits, now)
+        self.residency.begin(plan, now)
         self.residency.enforce_limits()
         self._intake.let_in(self.limits, now)
         self._fill(plan)
@@ -423,6 +423,7 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence, since: float) -> None:
         if sequence.num_computed_tokens >= sequence.num_tokens:  # there must be a row to sample from
             self.residency.cut(sequence, sequence.num_tokens - 1)
+        sequence.protected_until = min(sequence.protected_until, sequence.num_tokens - 1)
         self.roster.to_queue(sequence, "queued", since, SequenceState.WAITING)
         self._deadlines.watch(sequence)
 
