@@ -42,8 +42,9 @@ class AsyncClient:
         stream_timeout_s: float = 600.0,
         client_name: str = "",
         reconnect_s: float = DEFAULT_RECONNECT_S,
+        arena: bool = True,
     ) -> None:
-        self._connection = AsyncConnection(address, timeout_s, client_name, reconnect_s)
+        self._connection = AsyncConnection(address, timeout_s, client_name, reconnect_s, arena=arena)
         self._stream_timeout_s = stream_timeout_s
 
     async def connect(self) -> Welcome:

@@ -23,9 +23,11 @@ T = TypeVar("T")
 class AsyncConnection:
     """Owns the core and the transport; the event loop calls it when a socket has something."""
 
-    def __init__(self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0) -> None:
+    def __init__(
+        self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0, *, arena: bool = True
+    ) -> None:
         self.timeout_s = timeout_s
-        self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s)
+        self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s, arena=arena)
         self._address = address
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None

@@ -39,6 +39,8 @@ class Client:
 
     When the daemon is killed or restarted, open requests go on with the next one, no token lost or doubled, if that
     listens within `reconnect_s` (it may then take up to `timeout_s` to be ready). 0: they fail at once.
+
+    `arena=False`: everything goes through messages, as with a daemon of another machine; the results are the same.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class Client:
         stream_timeout_s: float = 600.0,
         client_name: str = "",
         reconnect_s: float = DEFAULT_RECONNECT_S,
+        arena: bool = True,
     ) -> None:
-        self._connection = Connection(address, timeout_s, client_name, reconnect_s)
+        self._connection = Connection(address, timeout_s, client_name, reconnect_s, arena=arena)
         self._stream_timeout_s = stream_timeout_s
 
     # ---- the connection

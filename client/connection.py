@@ -35,9 +35,11 @@ T = TypeVar("T")
 class Connection:
     """Owns the core and, while connected, the transport. Safe to use from several threads."""
 
-    def __init__(self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0) -> None:
+    def __init__(
+        self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0, *, arena: bool = True
+    ) -> None:
         self.timeout_s = timeout_s
-        self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s)
+        self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s, arena=arena)
         self._address = address
         self._changed = threading.Condition(threading.Lock())
         self._transport: Transport | None = None

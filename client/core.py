@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
+from .arena import ARENA, supported
 from .codec import decode_daemon_message, encode, encode_checked
 from .errors import (
     ConnectionLost,
@@ -48,6 +49,7 @@ from .messages import (
     Welcome,
 )
 from .results import TokenEvent
+from .session_arena import SessionArena
 from .stream_state import StreamState
 
 
@@ -90,7 +92,9 @@ class PendingCall:
 class Core:
     """One client's session with a daemon, and what it waits for."""
 
-    def __init__(self, client_name: str = "", *, reconnect_s: float = 0.0, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, client_name: str = "", *, reconnect_s: float = 0.0, patience_s: float = 0.0, arena: bool = False
+    ) -> None:
         self.state = State.DISCONNECTED
         self.welcome: Welcome | None = None
         self.last_error: KVPoolError | None = None  # why the last connection ended
@@ -102,6 +106,9 @@ class Core:
         self._patience_s = patience_s
         self._lost_at = 0.0  # when the last session that was READY was lost
         self._frames = FrameReader()
+        self._wants_arena = arena
+        self._arena: SessionArena | None = None
+        self._fds: deque[int] = deque()  # came over the lifeline, their frames not yet
         self._streams: dict[str, StreamState] = {}
         self._calls: dict[int, PendingCall] = {}
         self._next_call_id = 1
@@ -114,13 +121,15 @@ class Core:
             if stream.detached_until is not None:
                 stream.detached_until = max(stream.detached_until, self._lost_at + self._patience_s)
         self._frames = FrameReader()
-        self.outbox.append(encode(Hello((PROTOCOL_VERSION,), self._client_name, os.getpid())))
+        capabilities = (ARENA,) if self._wants_arena and supported() else ()
+        self.outbox.append(encode(Hello((PROTOCOL_VERSION,), self._client_name, os.getpid(), capabilities)))
         self._enter(State.GREETING)
 
     def lost(self, error: KVPoolError, now_s: float) -> None:
         """The connection ended. Whoever waits is told, or (requests) goes on waiting for the next one."""
         self.outbox.clear()
         self.lifeline_outbox.clear()
+        self._leave_arena()
         self.welcome = None
         self.last_error = error
         calls, self._calls = self._calls, {}
@@ -173,10 +182,12 @@ class Core:
         """Start a request. Raises InvalidArgument for a request_id in use, and what encode_checked raises."""
         if message.request_id in self._streams:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
-        self._send(message)
+        self._send_request(message)
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
         stream.unaccepted = message
         self._streams[message.request_id] = stream
+        if self._arena is not None:
+            self._arena.follow(stream)
         return stream
 
     def attach(self, request_id: str, window: int | None) -> StreamState:
@@ -234,6 +245,16 @@ class Core:
         if self.state is not State.DISCONNECTED:
             self.outbox.append(encode(Goodbye()))
 
+    def _send_request(self, message: Submit | Generate) -> None:
+        """Through the arena, as far as there is one."""
+        if self._arena is None:
+            return self._send(message)
+        try:
+            self._send(self._arena.prepare(message))
+        except KVPoolError:
+            self._arena.settle(message.request_id)
+            raise
+
     def _send(self, message: ClientMessage) -> None:
         if self.state is not State.READY or self.welcome is None:
             raise self.last_error or ConnectionLost("not connected")
@@ -243,6 +264,7 @@ class Core:
 
     def receive(self, data: bytes) -> None:
         """Take one message in. Raises a KVPoolError when the connection must end: bad bytes, refusal, Closing."""
+        self._read_ring()  # what was written there before the message was sent
         message = decode_daemon_message(data)
         if isinstance(message, Welcome):
             self._welcomed(message)
@@ -257,10 +279,18 @@ class Core:
         else:
             self._dispatch(message)
 
-    def receive_lifeline(self, data: bytes) -> None:
-        """Take bytes of the lifeline in. Raises a KVPoolError when the daemon refuses it."""
+    def receive_lifeline(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Take bytes of the lifeline in, and the descriptors that came with them, which are the core's to close. Raises
+        a KVPoolError when the daemon refuses it."""
+        self._fds.extend(fds)
         for frame in self._frames.feed(data):
-            self._lifeline_frame(frame)
+            if frame.kind is not FrameKind.RING:
+                self._lifeline_frame(frame)
+        self._read_ring()
+
+    def _read_ring(self) -> None:
+        if self._arena is not None:
+            self._arena.read()
 
     def _lifeline_frame(self, frame: Frame) -> None:
         if frame.kind is FrameKind.ATTACHED and self.state is State.TYING:
@@ -270,10 +300,27 @@ class Core:
                     stream.resuming = True
                     self.outbox.append(encode(stream.attach()))
             self._enter(State.READY)
+        elif frame.kind is FrameKind.ARENA and self.state is State.TYING and self._wants_arena:
+            self._enter_arena()
         elif frame.kind is FrameKind.REFUSED:
             raise ConnectionLost(f"the daemon refused the lifeline: {frame.payload.decode(errors='replace')}")
         else:
             raise ProtocolError(f"{frame.kind.name} came out of turn", field="lifeline")
+
+    def _enter_arena(self) -> None:
+        if self._fds:  # else this process had no descriptor left for it, and does without
+            fd = self._fds.popleft()
+            try:
+                self._arena = SessionArena(fd)
+            finally:
+                os.close(fd)
+
+    def _leave_arena(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def _welcomed(self, message: Welcome) -> None:
         if self.state is not State.GREETING:
@@ -287,6 +334,7 @@ class Core:
     def _failed(self, message: Failed) -> None:
         error = from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
         if message.request_id is not None:
+            self._settle_upload(message.request_id)
             stream = self._streams.get(message.request_id)
             if stream is not None:
                 self._refused(stream, error)
@@ -326,6 +374,7 @@ class Core:
             if stream is not None:
                 stream.notice(message)
         elif isinstance(message, Accepted):
+            self._settle_upload(message.request_id)
             stream = self._streams.get(message.request_id)
             if stream is not None:
                 stream.accept(message.num_samples)
@@ -337,8 +386,17 @@ class Core:
         if stream is not None:
             stream.finish(message)
             if stream.done:
-                del self._streams[message.request_id]
+                self._drop(stream)
+
+    def _settle_upload(self, request_id: str) -> None:
+        if self._arena is not None:
+            self._arena.settle(request_id)
+
+    def _drop(self, stream: StreamState) -> None:
+        del self._streams[stream.request_id]
+        if self._arena is not None:
+            self._arena.forget(stream)
 
     def _end(self, stream: StreamState, error: KVPoolError) -> None:
-        del self._streams[stream.request_id]
+        self._drop(stream)
         stream.fail(error)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from .schema import Binary, Choice, Integer, Many, Name, Plain, PlainMap, Real, Text
+from .schema import Binary, Choice, Integer, Many, Name, Optional, Pair, Plain, PlainMap, Real, Text
 from .token_ids import PackedTokenIds
 from .token_ids import Prompt as PromptSpec
 
@@ -53,9 +53,11 @@ Logprob = Annotated[float, Real(float("-inf"), 1e-3)]  # natural log; a little a
 Priority = Annotated[int, Integer(-MAX_PRIORITY, MAX_PRIORITY)]
 DeadlineS = Annotated[float, Real(0.0, MAX_DEADLINE_S)]
 LingerS = Annotated[float, Real(0.0, MAX_LINGER_S)]
+Handle = Annotated[int, Integer(0, 2**32 - 1)]
 CreditAmount = Annotated[int, Integer(0, MAX_CREDIT)]
 Prompt = Annotated[str | bytes, PromptSpec(Text(MAX_PROMPT_BYTES), PackedTokenIds(MAX_PROMPT_TOKENS))]
 Params = Annotated[Mapping[str, Any], PlainMap(max_depth=4)]  # SamplingParams.to_wire(), checked by its from_wire
+Capabilities = Annotated[tuple[Annotated[str, Name(max_bytes=32)], ...], Many(32)]
 ErrorCode = Annotated[str, Name(max_bytes=64)]
 ErrorText = Annotated[str, Text(max_bytes=4096)]
 FieldName = Annotated[str, Text(max_bytes=256)]
@@ -135,13 +137,14 @@ class Hello:
     versions: Annotated[tuple[Annotated[int, Integer(1, 2**31 - 1)], ...], Many(16, min_items=1)]
     client_name: Annotated[str, Name(max_bytes=64, min_bytes=0)] = ""
     pid: Annotated[int, Integer(0, 2**31 - 1)] = 0  # shown to people; identity comes from the kernel
-    capabilities: Annotated[tuple[Annotated[str, Name(max_bytes=32)], ...], Many(32)] = ()
+    capabilities: Capabilities = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Start a request: exactly one of `prompt` and `messages`. `credit` is how many tokens of each sample may come
-    before more is granted; None: all of them."""
+    """Start a request: exactly one of `prompt`, `messages` and `upload`, which says where in the arena's upload region
+    packed ids lie: byte offset, number of ids. `credit` is how many tokens of each sample may come before more is
+    granted; None: all of them."""
 
     request_id: RequestId
     prompt: Prompt | None = None
@@ -153,6 +156,8 @@ class Submit:
     want_text: bool = True
     keep: bool = False  # the sequence stays after its answer, under the request's id
     linger_s: LingerS = 0.0  # how long the request lives on when this connection is lost
+    upload: Annotated[tuple[int, int] | None, Optional(Pair(Integer(0, 2**30), Integer(0, MAX_PROMPT_TOKENS)))] = None
+    handle: Handle | None = None  # its tokens may come through the arena's ring under this number
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +241,7 @@ class Generate:
     deadline_s: DeadlineS | None = None
     credit: CreditAmount | None = None
     want_text: bool = True
+    handle: Handle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +307,7 @@ class Welcome:
     limits: ServerLimits
     lifeline_token: Annotated[bytes, Binary(LIFELINE_TOKEN_BYTES)] = b""  # empty on tcp
     server: Annotated[str, Name(max_bytes=64, min_bytes=0)] = ""  # the daemon's own version
+    capabilities: Capabilities = ()  # those of Hello that the daemon has, too
 
 
 @dataclass(frozen=True, slots=True)

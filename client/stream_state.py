@@ -12,7 +12,6 @@ from collections.abc import Callable
 from .errors import KVPoolError, ProtocolError, from_code
 from .messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
 from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
-from .ring import RingToken
 
 
 class _SampleState:
@@ -112,12 +111,12 @@ class StreamState:
             self._append(sample, TokenEvent(batch.token_ids[i], text, logprob, batch.index + i, batch.sample, top))
         self.on_change()
 
-    def push_token(self, token: RingToken) -> None:
-        """Take one token of the arena's ring in. Raises ProtocolError as `push` does."""
-        sample = self._sample(token.sample)
-        if token.index != len(sample.token_ids):
+    def push_event(self, event: TokenEvent) -> None:
+        """Take one token of the arena's ring in. Raises ProtocolError for a gap and for a sample not asked for."""
+        sample = self._sample(event.sample)
+        if event.index != len(sample.token_ids):
             raise ProtocolError(f"token {len(sample.token_ids)} of {self.request_id} is missing", field="index")
-        self._append(sample, TokenEvent(token.token_id, token.text, token.logprob, token.index, token.sample))
+        self._append(sample, event)
         self.on_change()
 
     def _append(self, sample: _SampleState, event: TokenEvent) -> None:

@@ -24,6 +24,7 @@ from .lifeline import connect_lifeline
 GRACE_S = 0.05  # after a hang-up, how long messages may still trickle out of ZeroMQ's own thread
 GRACE_LIMIT_S = 0.5
 GOODBYE_LINGER_MS = 100
+MAX_FDS = 4  # that one read of the lifeline takes; the daemon sends one at a time
 
 
 class Transport:
@@ -85,15 +86,15 @@ class Transport:
     def _read_lifeline(self, core: Core) -> bool:
         """True when something came. Raises ConnectionLost when the daemon hung up."""
         try:
-            data = self._lifeline.recv(4096)
+            data, fds, _, _ = socket.recv_fds(self._lifeline, 4096, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            data = b""
+            data, fds = b"", []
         if not data:
             self._drain_last(core)
             raise DaemonGone("the daemon is gone (it stopped, crashed, or was killed)")
-        core.receive_lifeline(data)
+        core.receive_lifeline(data, fds)
         return True
 
     def close(self, core: Core | None = None) -> None:

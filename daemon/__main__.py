@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from .. import __version__
+from ..client import arena
 from ..client.errors import InvalidArgument
 from ..client.protocol import ServerLimits
 from ..client.sampling_params import MAX_LOGPROBS, MAX_N
@@ -22,6 +23,7 @@ from ..model.backend import Backend, BackendLimits, Progress
 from ..model.errors import ModelError
 from ..model.loading import LoadedModel, load_model
 from . import config as configuration
+from .arenas import layout_for
 from .block_pool import BlockPool
 from .calls import Calls
 from .clients import Clients
@@ -178,7 +180,8 @@ def _assemble(
     poller, timers, signals = Poller(), Timers(), Signals()
     stack.callback(poller.close)
     stack.callback(signals.close)
-    sessions = Sessions(poller.watch, poller.unwatch)
+    layout = layout_for(vocab_size=model.config.vocab_size, max_model_len=limits.max_model_len)
+    sessions = Sessions(poller.watch, poller.unwatch, layout if config.arena and arena.supported() else None)
     stack.callback(sessions.hang_up_all)
     # After what was sent last has left, so that a client reads its end before it sees the lifeline hang up.
     stack.callback(endpoint.close)

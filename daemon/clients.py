@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 
 from ..client.errors import Busy, InvalidArgument, KVPoolError, NotFound, ProtocolError, ShuttingDown, Unsupported
@@ -39,6 +39,7 @@ from ..client.protocol import (
 from .config import Config
 from .engine import Engine, Output
 from .metrics import Metrics
+from .parcels import Letter, Parcel, RingTokens, Send, Sent
 from .request import Request
 from .sequence_objects import SequenceObject, SequenceObjects
 from .sequence_service import SequenceService
@@ -58,14 +59,6 @@ MAX_LINGERING = 4096
 SLOW_READER = "its client does not read"
 
 
-class Sent(Enum):
-    """What became of a message."""
-
-    YES = "yes"
-    FULL = "full"  # the peer does not read fast enough: try again later
-    GONE = "gone"  # there is no such peer any more
-
-
 class Clients:
     """Sessions and requests by their names. `calls` answers the methods of Call."""
 
@@ -77,7 +70,7 @@ class Clients:
         sessions: Sessions,
         timers: Timers,
         *,
-        send: Callable[[bytes, bytes], Sent],
+        send: Send,
         calls: Callable[[Clients, Session, Call], Any],
         limits: ServerLimits,
         model_name: str,
@@ -143,6 +136,8 @@ class Clients:
             log.exception("a message of uid %d could not be handled", peer.uid)
             answer = KVPoolError(f"a bug in the daemon ({type(error).__name__}); its log has the details")
             self._refuse(routing_id, session, answer, *_ids(message))
+        if session is not None and session.outbox:
+            self._offer(session)  # who says something has probably read something
 
     def _refuse(
         self,
@@ -177,7 +172,7 @@ class Clients:
             raise Unsupported(f"the daemon speaks none of the protocol versions {message.versions}", field="versions")
         if len(self.sessions) >= self.config.max_clients:
             raise Busy(f"{len(self.sessions)} clients are connected (max_clients)", retry_after_ms=1000)
-        session = self.sessions.open(routing_id, peer, message.client_name)
+        session = self.sessions.open(routing_id, peer, message.client_name, message.capabilities)
         self.metrics.sessions_total += 1
         self._timers.at(self.now + self.config.lifeline_grace_s, lambda: self._check_lifeline(session))
         self.send(
@@ -190,6 +185,7 @@ class Clients:
                 self.limits,
                 session.token,
                 self._version,
+                tuple(sorted(session.capabilities)),
             ),
         )
 
@@ -211,8 +207,12 @@ class Clients:
             raise ShuttingDown("the daemon shuts down and takes no new work")
         if message.request_id in session.requests:
             raise InvalidArgument(f"{message.request_id!r} is the name of a running request", field="request_id")
+        if message.upload is not None:
+            message = _with_upload(message, session)
         request = make_request(message, self.text, session.peer.uid, self.now)
         request.session = session
+        if session.arena is not None and not request.params.logprobs:  # candidates have no place in the ring
+            request.handle = message.handle
         submit(request)
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
@@ -249,7 +249,7 @@ class Clients:
             if ahead or (index < sample.num_sent and not sample.history):
                 raise NotFound(f"tokens from {index} on are not kept; submit with linger_s", field="have")
         self._take_from(request)
-        request.session = session
+        request.session, request.handle = session, None
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
         for sample, index in zip(request.samples, have, strict=True):
@@ -294,35 +294,50 @@ class Clients:
 
     def send(self, session: Session, message: DaemonMessage) -> None:
         """Send, or hold for a reader that is slow, or settle a session that is gone."""
+        self._give(session, Letter(encode(message)))
+
+    def _give(self, session: Session, parcel: Parcel) -> None:
         if session.closed:
             return
-        data = encode(message)
         if not session.outbox:
-            sent = self._send_bytes(session.routing_id, data)
-            if sent is Sent.YES:
-                return
-            if sent is Sent.GONE:
-                self.settle(session)
+            sent = self._hand_over(session, parcel)
+            if sent is not Sent.FULL:
                 return
             self._slow[session] = None
             for request in session.requests.values():
                 self.engine.hold(request, SLOW_READER)
-        session.outbox.append(data)
+        session.outbox.append(parcel)
         if len(session.outbox) > MAX_OUTBOX:
             log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
             self.settle(session)
 
+    def _hand_over(self, session: Session, parcel: Parcel) -> Sent:
+        """Give a parcel to its reader; one that is gone, or has damaged its arena, is settled."""
+        try:
+            sent = parcel.give(session, self._send_bytes)
+        except ProtocolError as error:
+            log.warning("session %s of uid %d: %s", session.session_id, session.peer.uid, error)
+            self.metrics.garbage_total += 1
+            session.outbox.clear()
+            self._refuse(session.routing_id, session, error, None, None)
+            self.close(session, "protocol_error")
+            return Sent.GONE
+        if sent is Sent.GONE:
+            self.settle(session)
+        return sent
+
     def retry(self) -> None:
         """Offer slow readers what is held for them; whoever has taken everything goes on."""
         for session in list(self._slow):
-            while session.outbox and (sent := self._send_bytes(session.routing_id, session.outbox[0])) is Sent.YES:
-                session.outbox.popleft()
-            if session.outbox and sent is Sent.GONE:
-                self.settle(session)
-            if not session.outbox:
-                self._slow.pop(session, None)
-                for request in session.requests.values():
-                    self.engine.unhold(request)
+            self._offer(session)
+
+    def _offer(self, session: Session) -> None:
+        while session.outbox and self._hand_over(session, session.outbox[0]) is Sent.YES:
+            session.outbox.popleft()
+        if not session.outbox:
+            self._slow.pop(session, None)
+            for request in session.requests.values():
+                self.engine.unhold(request)
 
     @property
     def has_slow(self) -> bool:
@@ -334,18 +349,24 @@ class Clients:
         return sum(len(session.outbox) for session in self._slow)
 
     def deliver(self, outputs: Iterable[Output]) -> None:
-        """What a turn produced: one Tokens per session, then what ended."""
+        """What a turn produced: for each session the tokens, in its ring or in one message, then what ended."""
         events: dict[Session, list[TokenBatch]] = {}
+        rings: dict[Session, list[tuple[int, TokenBatch]]] = {}
         others: list[tuple[Session, Finished | Notice]] = []
         for request, message in outputs:
             session = request.session
             if isinstance(session, Session):
                 if isinstance(message, TokenBatch):
-                    events.setdefault(session, []).append(message)
+                    if request.handle is None:
+                        events.setdefault(session, []).append(message)
+                    else:
+                        rings.setdefault(session, []).append((request.handle, message))
                 else:
                     others.append((session, message))
             if isinstance(message, Finished) and request.done:
                 self._forget(request)
+        for session, records in rings.items():
+            self._give(session, RingTokens(records))
         for session, batches in events.items():
             self.send(session, Tokens(self.engine.epoch, tuple(batches)))
         for session, message in others:
@@ -435,6 +456,15 @@ class Clients:
         for session in self.sessions:
             yield from session.requests.values()
         yield from self._lingering.values()
+
+
+def _with_upload(message: Submit, session: Session) -> Submit:
+    """The message with what it refers to, copied out of the arena: its client may change it at any time."""
+    if message.prompt is not None or message.messages is not None:
+        raise InvalidArgument("give exactly one of prompt, messages and upload", field="upload")
+    if session.arena is None or message.upload is None:
+        raise InvalidArgument("this session has no arena", field="upload")
+    return replace(message, prompt=session.arena.upload.copy(*message.upload), upload=None)
 
 
 def _ids(message: Any) -> tuple[str | None, int | None]:

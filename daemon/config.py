@@ -97,6 +97,7 @@ class Config:
     )
     max_clients: int = option(1024, whole(1, 65_536), "client sessions at once", reloadable=True)
     max_message_bytes: int = option(4 << 20, size(), "largest message a client may send")
+    arena: bool = option(True, SWITCH, "memory shared with each client of this machine, for prompts, tokens and logits")
     lifeline_grace_s: float = option(
         5.0,
         number(0.1, 3600.0, "SECONDS"),

@@ -61,6 +61,7 @@ class Request:
     keep: bool = False  # its sequence stays when it is done
     linger_s: float = 0.0
     credit: int | None = None  # tokens of each sample that may be given out before more is granted; None: all
+    handle: int | None = None  # its tokens go through the ring of its session's arena; None: in messages
     session: object = None
     held: str = ""  # why its messages cannot be delivered at the moment
     samples: list[Sample] = field(default_factory=list)
@@ -91,9 +92,9 @@ class Sample:
     paused: bool = False
     fresh: list[Token] = field(default_factory=list)  # computed, not yet given out
     num_sent: int = 0
-    error: KVPoolError | None = None
     finish_reason: str | None = None  # once its answer has ended; its sequence may go on with another one
     stopped: bool = False  # by a stop string
+    error: KVPoolError | None = None
     finished: Finished | None = None  # its last message, once made
     history: list[TokenBatch] = field(default_factory=list)  # what was given out, where the request may be resumed
     token_counts: dict[int, int] = field(default_factory=dict)  # for penalties: times generated; 0: only in the prompt

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from .clients import Clients, Sent
+from .clients import Clients
 from .endpoint import Endpoint
 from .engine import Engine
+from .parcels import Sent
 from .service import Manager
 from .sessions import Peer, Sessions
 from .timers import Timers

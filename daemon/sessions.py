@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import secrets
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from ..client.arena import ARENA, Layout
 from ..client.errors import KVPoolError, ProtocolError
 from ..client.lifeline import FrameKind, FrameReader, PeerCredentials, encode_frame, peer_credentials
 from ..client.protocol import LIFELINE_TOKEN_BYTES
+from .arenas import SessionArena
 from .request import Request
 
+if TYPE_CHECKING:
+    from .parcels import Parcel
+
+log = logging.getLogger(__name__)
+
 RECEIVE_BYTES = 4096
+RING_FRAME = encode_frame(FrameKind.RING)
+AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +59,11 @@ class Session:
     client_name: str
     session_id: str
     token: bytes  # the client proves with it that lifeline and session are the same process's
+    capabilities: frozenset[str] = frozenset()  # that both sides have
     lifeline: Lifeline | None = None
+    arena: SessionArena | None = None
     requests: dict[str, Request] = field(default_factory=dict)
-    outbox: deque[bytes] = field(default_factory=deque)  # could not be sent: the reader is slow
+    outbox: deque[Parcel] = field(default_factory=deque)  # could not be sent: the reader is slow
     closed: bool = False
 
 
@@ -64,16 +77,27 @@ class Lifeline:
     frames: FrameReader = field(default_factory=FrameReader)
     session: Session | None = None
 
-    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+    def send(self, kind: FrameKind, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # a peer that is gone is noticed by reading
-            self.stream.send(encode_frame(kind, payload), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            socket.send_fds(self.stream, [encode_frame(kind, payload)], fds, AT_ONCE)
+
+    def ring(self) -> None:
+        """There is something new in the ring. A reader that leaves so many of these unread needs no more."""
+        with contextlib.suppress(OSError):
+            self.stream.send(RING_FRAME, AT_ONCE)
 
 
 class Sessions:
-    """All sessions and lifelines. `watch` and `unwatch` tell the loop which descriptors to poll."""
+    """All sessions and lifelines. `watch` and `unwatch` tell the loop which descriptors to poll.
 
-    def __init__(self, watch: Callable[[int], None], unwatch: Callable[[int], None]) -> None:
+    `arena_layout`: of the shared memory that sessions get which want it; None: there is none.
+    """
+
+    def __init__(
+        self, watch: Callable[[int], None], unwatch: Callable[[int], None], arena_layout: Layout | None = None
+    ) -> None:
         self._watch, self._unwatch = watch, unwatch
+        self._arena_layout = arena_layout
         self._by_routing_id: dict[bytes, Session] = {}
         self._by_token: dict[bytes, Session] = {}  # those whose lifeline is still to come
         self._lifelines: dict[int, Lifeline] = {}  # by file descriptor
@@ -90,10 +114,20 @@ class Sessions:
     def count_of(self, uid: int) -> int:
         return sum(session.peer.uid == uid for session in self._by_routing_id.values())
 
-    def open(self, routing_id: bytes, peer: Peer, client_name: str) -> Session:
-        """A new session, waiting for its lifeline."""
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the daemon has beyond the messages."""
+        return frozenset() if self._arena_layout is None else frozenset({ARENA})
+
+    def open(self, routing_id: bytes, peer: Peer, client_name: str, wanted: Sequence[str] = ()) -> Session:
+        """A new session, waiting for its lifeline. `wanted`: capabilities that its client has."""
         session = Session(
-            routing_id, peer, client_name, secrets.token_hex(8), secrets.token_bytes(LIFELINE_TOKEN_BYTES)
+            routing_id,
+            peer,
+            client_name,
+            secrets.token_hex(8),
+            secrets.token_bytes(LIFELINE_TOKEN_BYTES),
+            self.capabilities.intersection(wanted),
         )
         self._by_routing_id[routing_id] = session
         self._by_token[session.token] = session
@@ -107,6 +141,9 @@ class Sessions:
         self._by_token.pop(session.token, None)
         if session.lifeline is not None:
             self._hang_up(session.lifeline)
+        if session.arena is not None:
+            session.arena.close()
+            session.arena = None
 
     # Lifelines
 
@@ -156,7 +193,19 @@ class Sessions:
             raise ProtocolError("the token belongs to another process", field="lifeline_token")
         del self._by_token[token]
         lifeline.session, session.lifeline = session, lifeline
+        if ARENA in session.capabilities:
+            self._share_arena(session, lifeline)
         lifeline.send(FrameKind.ATTACHED)
+
+    def _share_arena(self, session: Session, lifeline: Lifeline) -> None:
+        """Without memory or descriptors for one the session does without: everything has another way to go."""
+        try:
+            session.arena = SessionArena(self._arena_layout) if self._arena_layout else None
+        except OSError as error:
+            log.warning("no arena for session %s: %s", session.session_id, error)
+        if session.arena is not None:
+            lifeline.send(FrameKind.ARENA, fds=[session.arena.fd])
+            session.arena.forget_fd()
 
     def hang_up_overdue(self, now: float) -> None:
         """Hang up streams whose token did not come in time."""

@@ -1,0 +1,120 @@
+"""Tokens from the daemon to one client: a ring of fixed records, one writer and one reader, in the session's arena.
+
+A record is 32 bytes, little-endian: half a cache line, with room for the text of nearly every token.
+
+    uint32 handle     which request, as its client named it in Submit
+    uint32 index      counts the generated tokens of the sample from 0
+    int32  token_id
+    float  logprob    natural logarithm; only with HAS_LOGPROB
+    uint16 sample
+    uint8  flags      HAS_LOGPROB, TEXT_GOES_ON
+    uint8  text_bytes
+    char   text[12]   UTF-8
+
+Text of more than 12 bytes goes on in the records that follow, each with the same numbers; all but the last have
+TEXT_GOES_ON. The writer stores records and then its cursor, the reader copies records and then stores its own, so
+neither ever waits for the other: a full ring is said to the writer's caller, an empty one to the reader's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from .arena import RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, check_cursor
+from .errors import ProtocolError
+from .messages import TokenBatch
+from .results import TokenEvent
+
+RECORD = struct.Struct("<IIifHBB12s")
+TEXT_BYTES = 12
+HAS_LOGPROB, TEXT_GOES_ON = 1, 2
+MAX_HANDLE = 2**32 - 1
+
+
+class RingWriter:
+    """The daemon's end. `write` any number of tokens, then `publish` them together."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._words, self._ring = arena.words, arena.ring
+        self._capacity = arena.layout.ring_records
+        self._head = 0
+        self._published = 0
+        self._tail = 0
+
+    def write(self, handle: int, batch: TokenBatch, first: int = 0) -> int:
+        """Write the batch's tokens from `first` on, as far as there is room; how many of the batch are written now.
+
+        A token is written whole or not at all. Raises ProtocolError if the reader's cursor is impossible.
+        """
+        pack, ring, mask = RECORD.pack_into, self._ring, self._capacity - 1
+        texts, logprobs, index, sample = batch.texts, batch.logprobs, batch.index, batch.sample
+        head, room = self._head, self._room()
+        for i in range(first, len(batch.token_ids)):
+            text = texts[i].encode() if texts else b""
+            logprob, flags = (logprobs[i], HAS_LOGPROB) if logprobs else (0.0, 0)
+            num_records = 1 if len(text) <= TEXT_BYTES else -(-len(text) // TEXT_BYTES)
+            if num_records > room:
+                self._head = head
+                return i
+            room -= num_records
+            numbers = (handle, index + i, batch.token_ids[i], logprob, sample)
+            while len(text) > TEXT_BYTES:
+                pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags | TEXT_GOES_ON, TEXT_BYTES, text[:TEXT_BYTES])
+                head, text = head + 1, text[TEXT_BYTES:]
+            pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags, len(text), text)
+            head += 1
+        self._head = head
+        return len(batch.token_ids)
+
+    def _room(self) -> int:
+        self._tail = check_cursor("ring_tail", self._words[RING_TAIL], self._tail, self._published)
+        return self._capacity - (self._head - self._tail)
+
+    def publish(self) -> bool:
+        """Let the reader see what was written; whether there was anything."""
+        if self._head == self._published:
+            return False
+        self._words[RING_HEAD] = self._published = self._head
+        return True
+
+
+class RingReader:
+    """The client's end."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._words, self._ring = arena.words, arena.ring
+        self._capacity = arena.layout.ring_records
+        self._tail = 0
+        self._text = b""  # of a token whose last record has not come
+
+    def read(self) -> list[tuple[int, TokenEvent]]:
+        """Every token that came since the last call, with its request's handle. Raises ProtocolError for a cursor or a
+        record that cannot be."""
+        head, tail = self._words[RING_HEAD], self._tail
+        if head == tail:
+            return []
+        check_cursor("ring_head", head, tail, tail + self._capacity)
+        tokens = [token for token in map(self._token, self._records(tail, head)) if token is not None]
+        self._words[RING_TAIL] = self._tail = head
+        return tokens
+
+    def _records(self, tail: int, head: int) -> Iterator[tuple[int, int, int, float, int, int, int, bytes]]:
+        begin, end = (cursor % self._capacity * RECORD_BYTES for cursor in (tail, head))
+        if begin < end:
+            return RECORD.iter_unpack(bytes(self._ring[begin:end]))
+        return RECORD.iter_unpack(bytes(self._ring[begin:]) + bytes(self._ring[:end]))
+
+    def _token(self, record: tuple[int, int, int, float, int, int, int, bytes]) -> tuple[int, TokenEvent] | None:
+        """The token that the record completes."""
+        handle, index, token_id, logprob, sample, flags, text_bytes, text = record
+        if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~(HAS_LOGPROB | TEXT_GOES_ON):
+            raise ProtocolError("a record cannot be read", field="arena.ring")
+        if flags & TEXT_GOES_ON:
+            self._text += text[:text_bytes]
+            return None
+        text, self._text = self._text + text[:text_bytes], b""
+        try:
+            return handle, TokenEvent(token_id, text.decode(), logprob if flags & HAS_LOGPROB else None, index, sample)
+        except UnicodeDecodeError:
+            raise ProtocolError("a record's text is not UTF-8", field="arena.ring") from None

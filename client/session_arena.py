@@ -1,0 +1,62 @@
+"""The client's ends of its session's arena, and which request's tokens come through its ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .arena import Arena
+from .messages import Generate, Submit
+from .regions import BulkReader, UploadWriter
+from .ring import MAX_HANDLE, RingReader
+from .stream_state import StreamState
+
+MIN_UPLOAD_BYTES = 4096
+"""Shorter prompts travel inside their Submit: an answer to wait for would cost more than the copies it saves."""
+
+
+class SessionArena:
+    """Made of a descriptor that came over the lifeline and stays the caller's. Raises ProtocolError as `Arena.open`."""
+
+    def __init__(self, fd: int) -> None:
+        self._arena = Arena.open(fd)
+        self._ring = RingReader(self._arena)
+        self._upload = UploadWriter(self._arena)
+        self.bulk = BulkReader(self._arena)
+        self._streams: dict[int, StreamState] = {}  # by handle
+        self._handles: dict[str, int] = {}  # by request id
+        self._last_handle = 0
+
+    def prepare(self, message: Submit | Generate) -> Submit | Generate:
+        """The message with a handle for its tokens, and a long prompt moved to the upload region. `follow` its stream
+        once it is sent, else `settle` it."""
+        self._last_handle = self._last_handle % MAX_HANDLE + 1
+        message = replace(message, handle=self._last_handle)
+        if not isinstance(message, Submit) or not isinstance(message.prompt, bytes):
+            return message
+        if len(message.prompt) < MIN_UPLOAD_BYTES:
+            return message
+        upload = self._upload.put(message.request_id, message.prompt)
+        return message if upload is None else replace(message, prompt=None, upload=upload)
+
+    def settle(self, request_id: str) -> None:
+        """The daemon has taken the request, or refused it: what was uploaded for it is not needed any more."""
+        self._upload.settle(request_id)
+
+    def follow(self, stream: StreamState) -> None:
+        """The stream of the message that was prepared last."""
+        self._streams[self._last_handle] = stream
+        self._handles[stream.request_id] = self._last_handle
+
+    def forget(self, stream: StreamState) -> None:
+        """The request is over."""
+        self._streams.pop(self._handles.pop(stream.request_id, -1), None)
+
+    def read(self) -> None:
+        """Give every token in the ring to its stream. Raises ProtocolError for a ring that cannot be."""
+        for handle, event in self._ring.read():
+            stream = self._streams.get(handle)
+            if stream is not None:
+                stream.push_event(event)
+
+    def close(self) -> None:
+        self._arena.close()
