@@ -217,8 +217,8 @@ def test_every_client_of_a_killed_daemon_has_an_error_within_two_seconds() -> No
 
 def test_a_second_daemon_is_refused_and_the_first_serves_on(daemon: DaemonProcess, pool: Client) -> None:
     second = DaemonProcess()
-    second._command = [
-        part if not part.startswith("--address=") else f"--address={daemon.address}" for part in second._command
+    second.command = [
+        part if not part.startswith("--address=") else f"--address={daemon.address}" for part in second.command
     ]
     second.start(wait=False)
     assert second.wait() == 2

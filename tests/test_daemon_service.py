@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from kvpool.daemon.config import Config
 from kvpool.daemon.ledger import CPU_AUTO_SHARE, Ledger, plan_memory
 from kvpool.daemon.options import ConfigError
 from kvpool.daemon.service import Manager, inherited_fds
+from tests.support.daemon_process import DaemonProcess
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -108,3 +111,54 @@ def test_the_ledger_adds_up() -> None:
     assert [line.split()[0] for line in ledger.lines()] == ["weights", "workspace", "pool", "total"]
     assert "28 blocks of 16 = 448 tokens" in ledger.lines()[2]
     assert replace(ledger, num_blocks=0).pool_bytes == 0
+
+
+# A real daemon under a stand-in for the manager
+
+
+def test_the_watchdog_is_fed_while_all_is_well_and_starves_while_a_step_hangs() -> None:
+    daemon = DaemonProcess("stuck", drain_timeout_s=0)
+    daemon.environ = {"WATCHDOG_USEC": "300000"}
+    with daemon, daemon.client() as client:
+        assert next(daemon.told(5.0)) == "WATCHDOG=1"
+        client.submit("The sea", max_tokens=4)
+        assert client.stats()["in_flight_s"] >= 0.0
+        list(daemon.told(0.5))  # a period after the step began, it is not fed any more
+        assert list(daemon.told(0.5)) == []
+        assert client.stats()["in_flight_s"] > 0.5
+
+
+def test_the_manager_hears_how_it_goes() -> None:
+    with DaemonProcess() as daemon:
+        daemon.signal(signal.SIGTERM)
+        assert "STOPPING=1\nSTATUS=draining" in list(daemon.told(5.0))
+        assert daemon.wait() == 0
+
+
+def test_socket_activation() -> None:
+    """The manager's sockets take connections before, during and after the daemon."""
+    daemon = DaemonProcess()
+    daemon.path.parent.mkdir()
+    listening = []
+    for name in (daemon.path, daemon.path.with_name(daemon.path.name + ".life")):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(name))
+        listener.listen()
+        listening.append(listener)
+    fds = tuple(os.dup(listener.fileno()) for listener in listening)
+    activate = (
+        f"import os, sys; os.dup2({fds[0]}, 3); os.dup2({fds[1]}, 4);"
+        "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '2'}; os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    daemon.command, daemon.pass_fds = [sys.executable, "-c", activate, *daemon.command], fds
+    with daemon:
+        for _ in range(2):
+            with daemon.client() as client:
+                assert client.generate("The sea", max_tokens=2).finish_reason == "length"
+            assert daemon.stop() == 0
+            assert daemon.path.exists()
+            daemon.start()
+    for fd in fds:
+        os.close(fd)
+    for listener in listening:
+        listener.close()

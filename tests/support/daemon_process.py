@@ -37,9 +37,12 @@ class DaemonProcess:
         self.log_path = self.directory / "log"
         defaults = {"max_num_batched_tokens": 64, "max_model_len": 256, "max_num_seqs": 16, "pool_bytes": "2MiB"}
         flags = defaults | settings | {"model": self.model_path, "address": self.path, "config": self.config_path}
-        self._command = [sys.executable, str(ROOT / "tests" / "support" / "daemon_main.py"), backend]
-        self._command += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        self.command = [sys.executable, str(ROOT / "tests" / "support" / "daemon_main.py"), backend]
+        self.command += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         self.process: subprocess.Popen[bytes] | None = None
+        self.pass_fds: tuple[int, ...] = ()
+        self.environ: dict[str, str] = {}  # more of it, for the next start
+        self.manager: socket.socket | None = None  # hears what a service manager would
 
     @property
     def address(self) -> str:
@@ -60,28 +63,35 @@ class DaemonProcess:
     def start(self, *, wait: bool = True) -> DaemonProcess:
         notify = self.directory / "notify"
         notify.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, self.log_path.open("ab") as log:
-            manager.bind(str(notify))
-            environ = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
-            environ |= {"NOTIFY_SOCKET": str(notify), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if self.manager is not None:
+            self.manager.close()
+        self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.manager.bind(str(notify))
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("KVPOOL_")}
+        environ |= {"NOTIFY_SOCKET": str(notify), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self.command,
+                env=environ | self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=self.pass_fds,
             )
-            if wait:
-                self._await_ready(manager)
+        if wait and not any("READY=1" in told for told in self.told(START_TIMEOUT_S)):
+            raise AssertionError(f"the daemon did not start:\n{self.log}")
         return self
 
-    def _await_ready(self, manager: socket.socket) -> None:
-        manager.settimeout(0.2)
-        give_up = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < give_up:
+    def told(self, timeout_s: float) -> Iterator[str]:
+        """What the service manager hears, until the time is over or the daemon ends."""
+        assert self.manager is not None
+        assert self.process is not None
+        self.manager.settimeout(0.05)
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up and self.process.poll() is None:
             with contextlib.suppress(TimeoutError):
-                if b"READY=1" in manager.recv(65536):
-                    return
-            assert self.process is not None
-            if self.process.poll() is not None:
-                break
-        raise AssertionError(f"the daemon did not start:\n{self.log}")
+                yield self.manager.recv(65536).decode()
 
     def client(self, **options: Any) -> Client:
         return Client(self.address, **({"timeout_s": 10.0, "stream_timeout_s": 30.0} | options))
@@ -118,6 +128,8 @@ class DaemonProcess:
         try:
             self.stop()
         finally:
+            if self.manager is not None:
+                self.manager.close()
             shutil.rmtree(self.directory, ignore_errors=True)
 
     # Looking
