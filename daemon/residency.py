@@ -69,6 +69,7 @@ class Residency:
         self._promised_of: Counter[int] = Counter()  # by uid
         self._usage: dict[int, float] = {}  # by uid; see `begin`
         self._shares: dict[int, float] = {}
+        self._greedy: set[int] = set()  # owners beyond their fair share
         self._plan = StepPlan()
         self._now = 0.0
         self.slots_in_use: list[int] = []  # read by the step in flight
@@ -81,6 +82,7 @@ class Residency:
         total = sum(limits.of(uid).weight for uid in active)
         self._shares = {uid: limits.of(uid).weight / total for uid in active}
         self._usage = {uid: self._usage_with(uid, 0, 0) for uid in active} if len(active) > 1 else {}
+        self._greedy = {uid for uid, usage in self._usage.items() if usage > 1.0}
 
     def _usage_with(self, uid: int, blocks: int, sequences: int) -> float:
         """How much of its fair share `uid` would use with so many more blocks and running sequences."""
@@ -90,7 +92,7 @@ class Residency:
 
     def rank(self, sequence: Sequence) -> tuple[int, bool, int]:
         """Order among the running ones, best first: class, owner within its share, age."""
-        return -sequence.urgency, self._usage.get(sequence.uid, 0.0) > 1.0, sequence.sequence_id
+        return -sequence.priority - sequence.boost, sequence.uid in self._greedy, sequence.sequence_id
 
     def served(self, uid: int) -> tuple[float, float]:
         """Order among owners, who had least first: tokens by weight, then use of the fair share."""

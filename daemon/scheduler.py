@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from ..client.errors import QuotaExceeded
 from .admission import Admission
 from .audit import audit
-from .block_pool import EMPTY, BlockPool
+from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .deadlines import Deadlines
-from .fairness import RateLimiter, share_rows
+from .fairness import RateLimiter
 from .host_pool import HostPool, PreemptionCosts
 from .intake import Intake
 from .limits import SchedulerLimits
@@ -29,6 +29,7 @@ from .reservation import Reservation
 from .residency import Residency
 from .roster import Roster
 from .sequence import IDLE, Sequence, SequenceState
+from .step_filler import StepFiller
 from .step_plan import Chunk, StepPlan
 
 
@@ -67,9 +68,9 @@ class Scheduler:
         self._admission = Admission(self.tables, self.roster, self.pins, reservation)
         self._rates = RateLimiter()
         self._intake = Intake(self.residency, self._rates, reservation)
+        self._filler = StepFiller(self.residency, self._rates)
         self._deadlines = Deadlines()
         self._plan: StepPlan | None = None  # in flight
-        self._stalled = False  # a running sequence got no block in the step being planned
         self._now = 0.0
         self._end_interval_s = 0.1  # between two ends of sequences, smoothed
         self._last_end = 0.0
@@ -213,9 +214,9 @@ class Scheduler:
         return child
 
     def append(self, sequence: Sequence, token_ids: Iterable[int]) -> None:
-        """More tokens at the end; they are computed as soon as the sequence runs."""
-        if sequence.finished:
-            raise ValueError(f"{sequence!r} has ended")
+        """More tokens at the end; they are computed as soon as the sequence runs. Not while it is being answered."""
+        if sequence.finished or (sequence.in_flight and not sequence.idle):
+            raise ValueError(f"{sequence!r} cannot be appended to now")
         sequence.token_ids.extend(token_ids)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
@@ -279,9 +280,8 @@ class Scheduler:
         self.residency.begin(plan, now)
         self.residency.enforce_limits()
         self._intake.let_in(self.limits, now)
-        self._fill(plan)
-        while not plan.chunks and self._stalled and self.residency.break_deadlock():
-            self._fill(plan)
+        while self._filler.fill(plan, self.limits, now) and not plan.chunks and self.residency.break_deadlock():
+            pass
         plan.copies = self.tables.take_copies()
         self.preemptions_total += len(plan.preempted)
         if not plan.empty:
@@ -289,75 +289,6 @@ class Scheduler:
         if not plan.chunks:
             plan.wake_at = self._wake_at()
         return plan
-
-    def _fill(self, plan: StepPlan) -> None:
-        """Give out the step's rows: one to each sequence that lacks one token, the others to prompts."""
-        self._stalled = False
-        prompts: list[Sequence] = []
-        for sequence in sorted(self.roster.running, key=self.residency.rank)[: self.limits.max_running]:
-            missing = len(sequence.token_ids) - sequence.num_computed_tokens
-            if missing > 1:
-                prompts.append(sequence)
-            elif missing == 1 and sequence.state is SequenceState.RUNNING:
-                self._plan_chunk(plan, sequence, 1)
-        served, limits = self.residency.served, self.limits
-        prompts.sort(key=lambda prompt: (-prompt.urgency, served(prompt.uid), prompt.sequence_id))
-        rows = share_rows(
-            [(prompt.uid, prompt.num_tokens - prompt.num_computed_tokens) for prompt in prompts],
-            limits.max_num_batched_tokens - plan.num_tokens,
-            lambda uid: limits.of(uid).weight,
-        )
-        for sequence, count in zip(prompts, rows, strict=True):
-            if count and sequence.state is SequenceState.RUNNING:
-                self._plan_chunk(plan, sequence, count)
-
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
-        """Plan up to `num_tokens` rows for the sequence, as memory and its owner's rate allow."""
-        uid, own, start = sequence.uid, self.limits.of(sequence.uid), sequence.num_computed_tokens
-        if own.tokens_per_s is not None:
-            num_tokens = min(num_tokens, self._rates.allowance(uid, own.tokens_per_s, self._now))
-            if num_tokens < 1:
-                sequence.wait_reason = f"uid {uid} has used its {own.tokens_per_s:g} tokens/s"
-                sequence.protected_until = -1  # others are not to wait for it
-                return
-        if num_tokens > 1 or not self._may_write(sequence):
-            num_tokens = self._make_writable(sequence, num_tokens)
-            if num_tokens < 1:
-                return
-        if own.tokens_per_s is not None:
-            self._rates.spend(uid, num_tokens)
-        end = start + num_tokens
-        if end > sequence.counted_until:
-            self.roster.counters.charge(uid, end - sequence.counted_until, own.weight)
-            sequence.counted_until = end
-        sequence.in_flight, sequence.wait_reason = True, ""
-        samples = end == sequence.num_tokens and sequence.max_tokens > 0
-        plan.chunks.append(Chunk(sequence, start, num_tokens, samples))
-        plan.num_tokens += num_tokens
-
-    def _may_write(self, sequence: Sequence) -> bool:
-        """Whether the next token has its place already: the usual case of a decode."""
-        index = sequence.num_computed_tokens // self.pool.block_size
-        if index >= len(sequence.block_table) or sequence.promised_blocks:
-            return False
-        block = sequence.block_table[index]
-        return self.pool.ref_count[block] == 1 and self.pool.kind[block] == EMPTY
-
-    def _make_writable(self, sequence: Sequence, num_tokens: int) -> int:
-        """Take blocks for as many of the next tokens as fit; others give way only for the first. How many fit."""
-        start = sequence.num_computed_tokens
-        fitting = self.residency.fit(sequence, num_tokens)
-        if fitting < 1:
-            need = self.tables.blocks_short(sequence, start + 1)
-            refusal = self.residency.make_room(sequence, need, self.residency.outranked(sequence))
-            if refusal is not None:
-                sequence.wait_reason, self._stalled = refusal.reason, True
-                return 0
-            fitting = 1
-        end = start + fitting
-        self.tables.grow(sequence, end, spare=self.residency.room(sequence) > self.tables.blocks_short(sequence, end))
-        self.residency.promise(sequence)
-        return fitting
 
     def update(self, plan: StepPlan, sampled: Mapping[int, int | None]) -> list[Sequence]:
         """The step was carried out: `sampled` has the next token, by sequence id, for every chunk that samples.
@@ -380,8 +311,10 @@ class Scheduler:
                 self.residency.leave(sequence)
                 continue
             self._advance(sequence, chunk)
-            reason = self._next_token(sequence, sampled) if chunk.samples and not sequence.idle else None
-            if sequence.max_tokens == 0 and sequence.num_computed_tokens == sequence.num_tokens:
+            reason = None
+            if chunk.samples and not sequence.idle:
+                reason = self._next_token(sequence, sampled[sequence.sequence_id])
+            elif sequence.max_tokens == 0 and sequence.num_computed_tokens == sequence.num_tokens:
                 reason = "length"
             if reason is not None and self.end_answer(sequence, reason):
                 ended.append(sequence)
@@ -401,15 +334,16 @@ class Scheduler:
             for follower in list(sequence.followers):
                 self._start_follower(sequence, follower)
 
-    def _next_token(self, sequence: Sequence, sampled: Mapping[int, int | None]) -> str | None:
+    def _next_token(self, sequence: Sequence, token: int | None) -> str | None:
         """Append the sampled token; a finish reason if it is the last one."""
-        token = sampled[sequence.sequence_id]
         if token is None:
             return None
         sequence.token_ids.append(token)
-        if token in sequence.stop_token_ids and sequence.num_output_tokens >= sequence.min_tokens:
+        num_tokens = len(sequence.token_ids)
+        num_output_tokens = num_tokens - sequence.num_prompt_tokens
+        if token in sequence.stop_token_ids and num_output_tokens >= sequence.min_tokens:
             return "stop"
-        if sequence.num_output_tokens >= sequence.max_tokens or sequence.num_tokens >= self.limits.max_model_len:
+        if num_output_tokens >= sequence.max_tokens or num_tokens >= self.limits.max_model_len:
             return "length"
         return None
 

@@ -293,10 +293,12 @@ def test_misuse_is_an_error_not_a_corruption() -> None:
     plan = scheduler.schedule(0.0)
     with pytest.raises(ValueError, match="truncated"):
         scheduler.truncate(made, 2)
+    with pytest.raises(ValueError, match="appended"):
+        scheduler.append(made, [1])
     device.launch(plan)
     scheduler.update(plan, device.collect())
     scheduler.finish(made, "cancelled")
-    with pytest.raises(ValueError, match="ended"):
+    with pytest.raises(ValueError, match="appended"):
         scheduler.append(made, [1])
     with pytest.raises(ValueError, match="at least one token"):
         sequence([])
