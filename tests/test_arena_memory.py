@@ -1,0 +1,392 @@
+"""The arena's memory: its layout and seals, the ring against a deque, the regions, and words that cannot be true."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpool.client.arena import (
+    BULK_TAIL,
+    HEADER,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    RING_HEAD,
+    RING_TAIL,
+    Arena,
+    Layout,
+)
+from kvpool.client.errors import InvalidArgument, ProtocolError
+from kvpool.client.messages import TokenBatch
+from kvpool.client.regions import BulkReader, BulkWriter, UploadReader, UploadWriter
+from kvpool.client.results import TokenEvent
+from kvpool.client.ring import RECORD, TEXT_BYTES, RingReader, RingWriter
+from kvpool.client.token_ids import pack_token_ids
+
+SMALL = Layout(ring_records=128, upload_bytes=PAGE_BYTES, bulk_bytes=PAGE_BYTES)
+
+
+@contextmanager
+def both_ends(layout: Layout = SMALL) -> Iterator[tuple[Arena, Arena]]:
+    """The daemon's and the client's mapping of one arena, made as they make them."""
+    daemon, fd = Arena.create(layout)
+    client = Arena.open(fd)
+    os.close(fd)
+    yield daemon, client
+    client.close()
+    daemon.close()
+
+
+def batch(tokens: list[tuple[int, str, float]], index: int = 0, sample: int = 0) -> TokenBatch:
+    ids, texts, logprobs = (tuple(token[i] for token in tokens) for i in range(3))
+    return TokenBatch("r", sample, index, ids, texts, logprobs)
+
+
+# Layout
+
+
+def test_what_one_side_writes_the_other_reads_where_the_page_says() -> None:
+    with both_ends() as (daemon, client):
+        assert client.layout == SMALL
+        assert SMALL.total_bytes == 3 * PAGE_BYTES + 128 * RECORD_BYTES + 2 * PAGE_BYTES
+        for place in (RING_HEAD, RING_TAIL, BULK_TAIL):
+            daemon.words[place] = 2**64 - 1 - place
+            assert client.words[place] == 2**64 - 1 - place
+        assert (RING_HEAD * 8, RING_TAIL * 8, BULK_TAIL * 8) == (4096, 8192, 8192 + 64)
+        daemon.bulk[-1] = 7
+        assert client.bulk[-1] == 7
+        client.upload[0] = 9
+        assert daemon.upload[0] == 9
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (0, PAGE_BYTES, PAGE_BYTES),
+        (100, PAGE_BYTES, PAGE_BYTES),
+        (2**21, PAGE_BYTES, PAGE_BYTES),
+        (128, 100, PAGE_BYTES),
+        (128, PAGE_BYTES, 0),
+        (128, PAGE_BYTES, 2**31),
+    ],
+)
+def test_sizes_that_no_arena_has(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"power of two|whole pages"):
+        Layout(*sizes)
+
+
+def test_nobody_can_change_the_size_or_lift_a_seal() -> None:
+    arena, fd = Arena.create(SMALL)
+    for size in (0, SMALL.total_bytes - PAGE_BYTES, SMALL.total_bytes + PAGE_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+    arena.close()
+    arena.close()  # twice is as good as once
+
+
+def memory_file(data: bytes, *, seal: bool = True) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, data)
+    if seal:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+GOOD = SMALL.header() + bytes(SMALL.total_bytes - HEADER.size)
+
+
+@pytest.mark.parametrize(
+    ("data", "seal"),
+    [
+        (GOOD, False),  # could shrink under us
+        (GOOD[:-1], True),
+        (GOOD[:20], True),
+        (b"", True),
+        (GOOD + b"x", True),
+        (b"XXXX" + GOOD[4:], True),
+        (GOOD[:4] + struct.pack("<I", 2) + GOOD[8:], True),
+        (HEADER.pack(b"KVPA", 1, 3, 32, PAGE_BYTES, PAGE_BYTES) + GOOD[HEADER.size :], True),
+        (HEADER.pack(b"KVPA", 1, 128, 64, PAGE_BYTES, PAGE_BYTES) + GOOD[HEADER.size :], True),
+        (HEADER.pack(b"KVPA", 1, 2**60, 32, 2**62, 2**63) + GOOD[HEADER.size :], True),
+    ],
+)
+def test_a_descriptor_that_is_no_arena_is_refused(data: bytes, seal: bool) -> None:
+    fd = memory_file(data, seal=seal)
+    with pytest.raises(ProtocolError) as caught:
+        Arena.open(fd)
+    assert caught.value.field == "arena"
+    os.close(fd)
+
+
+def test_descriptors_of_other_kinds_are_refused() -> None:
+    reader, writer = os.pipe()
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (reader, writer, null):
+        with pytest.raises(ProtocolError):
+            Arena.open(fd)
+        os.close(fd)
+    with pytest.raises(ProtocolError):
+        Arena.open(reader)  # closed by now
+
+
+# The ring
+
+
+texts = st.text(max_size=40) | st.just("") | st.text("é日🌊", min_size=3, max_size=30)
+logprobs = st.floats(-(2.0**100), 0, width=32) | st.just(float("-inf"))
+tokens = st.lists(st.tuples(st.integers(0, 2**31 - 1), texts, logprobs), max_size=24)
+
+
+class RingMachine(RuleBasedStateMachine):
+    """One writer, one reader, and a deque of what is between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.daemon, fd = Arena.create(SMALL)
+        self.client = Arena.open(fd)
+        os.close(fd)
+        self.writer, self.reader = RingWriter(self.daemon), RingReader(self.client)
+        self.written: deque[tuple[int, TokenEvent]] = deque()  # not published yet
+        self.visible: deque[tuple[int, TokenEvent]] = deque()
+
+    def records(self) -> int:
+        between = [*self.written, *self.visible]
+        return sum(max(1, -(-len(event.text.encode()) // TEXT_BYTES)) for _, event in between)
+
+    @rule(handle=st.integers(0, 2**32 - 1), items=tokens, index=st.integers(0, 2**30), sample=st.integers(0, 1023))
+    def write(self, handle: int, items: list[tuple[int, str, float]], index: int, sample: int) -> None:
+        free = SMALL.ring_records - self.records()
+        count = self.writer.write(handle, batch(items, index, sample))
+        for i, (token_id, text, logprob) in enumerate(items[:count]):
+            self.written.append((handle, TokenEvent(token_id, text, logprob, index + i, sample)))
+        needed = [max(1, -(-len(text.encode()) // TEXT_BYTES)) for _, text, _ in items]
+        assert count == len(items) or sum(needed[: count + 1]) > free  # it stops only where the next has no room
+        assert sum(needed[:count]) <= free
+
+    @rule()
+    def publish(self) -> None:
+        assert self.writer.publish() is bool(self.written)
+        self.visible.extend(self.written)
+        self.written.clear()
+
+    @rule()
+    def read(self) -> None:
+        assert self.reader.read() == list(self.visible)
+        self.visible.clear()
+
+    @precondition(lambda self: self.visible or self.written)
+    @rule(tail=st.integers(0, 2**64 - 1))
+    def a_false_cursor_is_noticed(self, tail: int) -> None:
+        true = self.client.words[RING_TAIL]
+        self.client.words[RING_TAIL] = tail
+        published = self.daemon.words[RING_HEAD]
+        if true <= tail <= published:
+            tail = published + 1
+            self.client.words[RING_TAIL] = tail
+        with pytest.raises(ProtocolError, match=r"arena\.ring_tail"):
+            self.writer.write(1, batch([(1, "", 0.0)]))
+        self.client.words[RING_TAIL] = true
+
+    @invariant()
+    def never_more_than_it_holds(self) -> None:
+        assert self.records() <= SMALL.ring_records
+
+    def teardown(self) -> None:
+        self.client.close()
+        self.daemon.close()
+
+
+RingMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+test_ring_against_a_deque = RingMachine.TestCase
+
+
+def test_cursors_wrap_around_the_ring_many_times() -> None:
+    with both_ends() as (daemon, client):
+        writer, reader, seen = RingWriter(daemon), RingReader(client), []
+        for round_number in range(100):
+            assert writer.write(3, batch([(i, f"t{i}", -0.5) for i in range(37)], 37 * round_number)) == 37
+            writer.publish()
+            seen += [event.index for _, event in reader.read()]
+        assert seen == list(range(3700))
+
+
+def test_a_full_ring_takes_what_fits_and_goes_on_from_there() -> None:
+    with both_ends() as (daemon, client):
+        writer, reader = RingWriter(daemon), RingReader(client)
+        many = batch([(i, "", -1.0) for i in range(300)])
+        first, seen = 0, []
+        while first < 300:
+            after = writer.write(1, many, first)
+            assert after == min(300, first + 128)
+            assert writer.write(1, many, after) == after or after == 300
+            writer.publish()
+            seen += [event.token_id for _, event in reader.read()]
+            first = after
+        assert seen == list(range(300))
+
+
+def test_the_longest_text_of_a_token_fits_the_ring_of_a_session() -> None:
+    text = "x" * 65536
+    with both_ends(Layout(8192, PAGE_BYTES, PAGE_BYTES)) as (daemon, client):
+        writer, reader = RingWriter(daemon), RingReader(client)
+        assert writer.write(1, TokenBatch("r", 0, 0, (5,), (text,))) == 1
+        writer.publish()
+        assert reader.read() == [(1, TokenEvent(5, text, None, 0, 0))]
+
+
+def test_without_texts_and_logprobs_there_are_none() -> None:
+    with both_ends() as (daemon, client):
+        writer, reader = RingWriter(daemon), RingReader(client)
+        writer.write(1, TokenBatch("r", 2, 9, (5, 6)))
+        assert reader.read() == []  # not published
+        writer.publish()
+        assert reader.read() == [(1, TokenEvent(5, "", None, 9, 2)), (1, TokenEvent(6, "", None, 10, 2))]
+
+
+@pytest.mark.parametrize("head", [129, 2**63, 2**64 - 1])
+def test_the_reader_does_not_believe_a_cursor_either(head: int) -> None:
+    with both_ends() as (daemon, client):
+        reader = RingReader(client)
+        daemon.words[RING_HEAD] = head
+        with pytest.raises(ProtocolError, match=r"arena\.ring_head"):
+            reader.read()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        (1, 0, -1, 0.0, 0, 0, 0, b""),
+        (1, 0, 5, 0.0, 0, 0, 13, b""),
+        (1, 0, 5, 0.0, 0, 8, 0, b""),
+        (1, 0, 5, 0.0, 0, 0, 1, b"\xff"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused(record: tuple[object, ...]) -> None:
+    with both_ends() as (daemon, client):
+        RECORD.pack_into(daemon.ring, 0, *record)
+        daemon.words[RING_HEAD] = 1
+        with pytest.raises(ProtocolError, match=r"arena\.ring"):
+            RingReader(client).read()
+
+
+plausible = st.builds(
+    RECORD.pack,
+    st.integers(0, 3),
+    st.integers(0, 2**32 - 1),
+    st.integers(-1, 9),
+    st.floats(width=32),
+    st.integers(0, 65535),
+    st.integers(0, 4),
+    st.integers(0, 14),
+    st.binary(max_size=12),
+)
+
+
+@given(st.lists(plausible | st.binary(min_size=32, max_size=32), max_size=8), st.integers(0, 8))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_in_the_ring_are_tokens_or_a_protocol_error(records: list[bytes], head: int) -> None:
+    with both_ends() as (daemon, client):
+        data = b"".join(records)
+        daemon.ring[: len(data)] = data
+        daemon.words[RING_HEAD] = head
+        try:
+            events = RingReader(client).read()
+        except ProtocolError:
+            return
+        assert len(events) <= head
+
+
+# The regions
+
+
+@given(st.lists(st.integers(1, 512), min_size=1, max_size=40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_uploads_lie_undisturbed_until_they_are_answered(sizes: list[int], data: st.DataObject) -> None:
+    with both_ends() as (daemon, client):
+        writer, reader, waiting = UploadWriter(client), UploadReader(daemon), deque()
+        for number, size in enumerate(sizes):
+            packed = pack_token_ids(np.arange(number, number + size))
+            place = writer.put(f"r{number}", packed)
+            if place is not None:
+                waiting.append((f"r{number}", place, packed))
+            else:
+                assert waiting, "an empty region refuses what fits half of it"
+            for _, (offset, count), expected in waiting:
+                assert reader.copy(offset, count) == expected
+            for _ in range(data.draw(st.integers(0, len(waiting)))):
+                writer.settle(waiting.popleft()[0])
+
+
+def test_an_answer_to_something_else_gives_nothing_back() -> None:
+    with both_ends() as (daemon, client):
+        writer, reader = UploadWriter(client), UploadReader(daemon)
+        place = writer.put("a", pack_token_ids([1, 2, 3]))
+        writer.settle("b")
+        while writer.put("c", bytes(1024)) is not None:
+            pass
+        assert place is not None
+        assert reader.copy(*place) == pack_token_ids([1, 2, 3])
+        assert writer.put("too long", bytes(PAGE_BYTES // 2 + 4)) is None
+
+
+@pytest.mark.parametrize(("offset", "count"), [(PAGE_BYTES, 1), (0, 1025), (4092, 2), (2, 1), (2**30, 2**24)])
+def test_a_reference_outside_the_region_is_refused(offset: int, count: int) -> None:
+    with both_ends() as (daemon, _), pytest.raises(InvalidArgument) as caught:
+        UploadReader(daemon).copy(offset, count)
+    assert caught.value.field == "upload"
+
+
+def test_negative_ids_are_refused_and_later_changes_do_nothing() -> None:
+    with both_ends() as (daemon, client):
+        reader = UploadReader(daemon)
+        client.upload[:8] = struct.pack("<ii", 7, 8)
+        taken = reader.copy(0, 2)
+        client.upload[:8] = struct.pack("<ii", 7, -8)
+        assert taken == struct.pack("<ii", 7, 8)
+        with pytest.raises(InvalidArgument) as caught:
+            reader.copy(0, 2)
+        assert caught.value.field == "prompt[1]"
+
+
+@given(st.lists(st.integers(1, 512), min_size=1, max_size=60), st.data())
+@settings(max_examples=60, deadline=None)
+def test_rows_come_out_as_they_went_in(widths: list[int], data: st.DataObject) -> None:
+    with both_ends() as (daemon, client):
+        writer, reader, waiting = BulkWriter(daemon), BulkReader(client), deque()
+        for number, width in enumerate(widths):
+            row = np.arange(number, number + width, dtype=np.float32)
+            place = writer.put(row)
+            if place is None:
+                assert waiting, "an empty region refuses what fits half of it"
+            else:
+                waiting.append((place, row.tobytes()))
+            for _ in range(data.draw(st.integers(0, len(waiting)))):
+                (begin, num_bytes), expected = waiting.popleft()
+                assert reader.take(begin, num_bytes) == expected
+
+
+def test_false_words_about_rows_are_noticed() -> None:
+    with both_ends() as (daemon, client):
+        writer, reader = BulkWriter(daemon), BulkReader(client)
+        assert writer.put(np.zeros(600, np.float32)) is None  # more than half of the region: never
+        begin, num_bytes = writer.put(np.zeros(10, np.float32)) or (0, 0)
+        client.words[BULK_TAIL] = num_bytes + 1
+        with pytest.raises(ProtocolError, match=r"arena\.bulk_tail"):
+            writer.put(np.zeros(1, np.float32))
+        reader.take(begin, num_bytes)
+        for false in [(0, 4), (PAGE_BYTES - 4, 8)]:
+            with pytest.raises(ProtocolError, match=r"arena\.bulk"):
+                reader.take(*false)
