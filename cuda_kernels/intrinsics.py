@@ -297,6 +297,18 @@ def multiply(typingctx: Any, a: Any, b: Any) -> _Lowering:
 
 
 @instruction
+def subtract_f16x2(typingctx: Any, a: Any, b: Any) -> _Lowering:
+    """a - b of two packed float16: `sub.rn.f16x2`."""
+    return _assembly("sub.rn.f16x2 $0, $1, $2;", _U32, _U32, _U32)
+
+
+@instruction
+def round_to_i32(typingctx: Any, x: Any) -> _Lowering:
+    """The nearest integer, ties to even: `cvt.rni.s32.f32`."""
+    return _assembly("cvt.rni.s32.f32 $0, $1;", types.int32, _F32)
+
+
+@instruction
 def round_to_i64(typingctx: Any, x: Any) -> _Lowering:
     """The nearest integer, ties to even: `cvt.rni.s64.f32`."""
     return _assembly("cvt.rni.s64.f32 $0, $1;", types.int64, _F32)

@@ -13,19 +13,21 @@ Grid (ceil(heads / 4), num_rows), heads = num_heads + 2 num_kv_heads: one warp a
     cos, sin      (max_model_len, rotary_dim / 2) float32
     q_norm, k_norm  (head_dim,) float32
     kv            (num_blocks, 2, num_kv_heads, block_size, head_dim): one layer of the pool (layout.py)
+    scales        (num_blocks, 2, num_kv_heads, block_size) float32: written for 8-bit formats only
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, INT64, WARP, Kernel, build, pointer
-from .elements import ELEMENTS
 from .intrinsics import rsqrt
-from .jit import cuda, types
+from .jit import cuda, device_function, types
+from .kv_formats import KV_FORMATS
 from .layout import AttentionShape
-from .reductions import warp_sum
+from .reductions import warp_max, warp_sum
 
 THREADS = 128
 HEADS_PER_BLOCK = THREADS // WARP
@@ -45,7 +47,20 @@ def kv_write(shape: AttentionShape, rotary_dim: int, qk_norm: bool) -> Kernel:
     heads, plane = num_heads + 2 * num_kv_heads, shape.plane
     half, rest = rotary_dim // 2, (head_dim - rotary_dim) // 2
     pairs = -(-head_dim // (2 * WARP))
-    narrow = ELEMENTS[shape.kv].narrow
+    kv_format = KV_FORMATS[shape.kv]
+    encode, scaled, largest = kv_format.encode, kv_format.scaled, kv_format.largest
+
+    @device_function
+    def head_scale(x: Any, y: Any) -> Any:
+        """Largest magnitude of the head / largest code; NaN where anything is NaN or infinite, lest it be lost."""
+        highest = spread = _f32(0)
+        for i in range(pairs):
+            highest = max(highest, max(abs(x[i]), abs(y[i])))
+            spread += abs(x[i]) + abs(y[i])
+        highest, spread = warp_max(highest), warp_sum(spread)
+        if not spread < _f32(math.inf):
+            return _f32(math.nan)
+        return highest / _f32(largest) if highest > _f32(0) else _f32(1)
 
     def kv_write(
         qkv: Any,
@@ -56,6 +71,7 @@ def kv_write(shape: AttentionShape, rotary_dim: int, qk_norm: bool) -> Kernel:
         q_norm: Any,
         k_norm: Any,
         kv: Any,
+        scales: Any,
         eps: Any,
     ) -> None:
         thread = cuda.threadIdx.x & (THREADS - 1)
@@ -95,6 +111,11 @@ def kv_write(shape: AttentionShape, rotary_dim: int, qk_norm: bool) -> Kernel:
         block, offset = slot // block_size, slot % block_size
         plane_index = block * (2 * num_kv_heads) + (head - num_heads)
         target = plane_index * plane + offset * head_dim
+        scale = _f32(1)
+        if scaled and head >= num_heads:
+            scale = head_scale(x, y)
+            if lane == 0:
+                scales[plane_index * block_size + offset] = scale
         for i in range(pairs):
             pair = lane + WARP * i
             if pair < half + rest:
@@ -103,7 +124,7 @@ def kv_write(shape: AttentionShape, rotary_dim: int, qk_norm: bool) -> Kernel:
                 if head < num_heads:
                     qkv[source + first], qkv[source + second] = x[i], y[i]
                 else:
-                    kv[target + first], kv[target + second] = narrow(x[i]), narrow(y[i])
+                    kv[target + first], kv[target + second] = encode(x[i] / scale), encode(y[i] / scale)
 
     arguments = {
         "qkv": pointer(FLOAT32),
@@ -113,7 +134,8 @@ def kv_write(shape: AttentionShape, rotary_dim: int, qk_norm: bool) -> Kernel:
         "sin": pointer(FLOAT32),
         "q_norm": pointer(FLOAT32),
         "k_norm": pointer(FLOAT32),
-        "kv": pointer(ELEMENTS[shape.kv].stored),
+        "kv": pointer(kv_format.stored),
+        "scales": pointer(FLOAT32),
         "eps": FLOAT32,
     }
     return build(kv_write, arguments, name="kv_write", threads=THREADS, registers=64)

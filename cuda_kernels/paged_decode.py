@@ -21,7 +21,8 @@ split. With g = lane / 4 and c = lane % 4:
 so nothing passes through shared memory until the four warps' sums are merged, in order, at the end.
 
     qkv           (T, (num_heads + 2 num_kv_heads) * head_dim) float32, queries already rotated
-    kv            (num_blocks, 2, num_kv_heads, block_size, head_dim) bfloat16 or float16: one layer (layout.py)
+    kv            (num_blocks, 2, num_kv_heads, block_size, head_dim), 16- or 8-bit: one layer (layout.py)
+    scales        (num_blocks, 2, num_kv_heads, block_size) float32: read for 8-bit formats only (kv_formats.py)
     block_tables  (S, max_blocks) int32
     positions     (T,) int32
     tiles         (num_tiles, 3) int32: sequence, first and last token that any of its rows may read
@@ -38,9 +39,10 @@ from typing import Any
 
 from .cache import kernel_factory
 from .compiler import FLOAT32, INT32, Kernel, build, pointer
-from .elements import ELEMENTS, PACKED
-from .intrinsics import exp2, load_f32x4, load_u32x4, log2, permute_bytes, transpose_8x8
+from .elements import ELEMENTS
+from .intrinsics import exp2, load_f32x4, log2, permute_bytes, transpose_8x8
 from .jit import cuda, device_function, types
+from .kv_formats import KV_FORMATS
 from .layout import SPLIT_TOKENS, AttentionShape
 from .reductions import ALL_LANES
 
@@ -78,11 +80,19 @@ def max_columns(shape: AttentionShape) -> int:
     return 1 if shape.head_dim > 128 else 2
 
 
+def _registers(shape: AttentionShape, columns: int) -> int:
+    """Budget a thread: what keys, values and outputs of a tile take."""
+    if shape.head_dim > 128:
+        return 255
+    return {1: 112, 2: 168}[columns] if shape.head_dim <= 64 else {1: 168, 2: 255}[columns]
+
+
 @kernel_factory
 def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
-    """Kernel for tiles of `columns` times 8 query rows; `shape.kv` is bfloat16 or float16, `out` any format."""
-    packed = PACKED[shape.kv]
-    mma, pack = packed.mma, packed.pack
+    """Kernel for tiles of `columns` times 8 query rows; `shape.kv` is any format but float32, `out` any element."""
+    kv_format = KV_FORMATS[shape.kv]
+    mma, pack, load8, scaled = kv_format.mma, kv_format.pack, kv_format.load8, kv_format.scaled
+    unit, gain = kv_format.unit, kv_format.gain
     narrow = ELEMENTS[out].narrow
     head_dim, block_size, num_heads, num_kv_heads = (
         shape.head_dim,
@@ -135,8 +145,8 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
         """A fragments of K: tokens g and g + 8 start at elements `near` and `far`."""
         for j in range(key_chunks):
             dim = min(32 * j + 8 * (lane & 3), head_dim - 8)
-            k[8 * j], k[8 * j + 1], k[8 * j + 2], k[8 * j + 3] = load_u32x4(kv, near + dim)
-            k[8 * j + 4], k[8 * j + 5], k[8 * j + 6], k[8 * j + 7] = load_u32x4(kv, far + dim)
+            k[8 * j], k[8 * j + 1], k[8 * j + 2], k[8 * j + 3] = load8(kv, near + dim)
+            k[8 * j + 4], k[8 * j + 5], k[8 * j + 6], k[8 * j + 7] = load8(kv, far + dim)
 
     @device_function
     def load_values(v: Any, kv: Any, token: Any, start: Any, lane: Any) -> None:
@@ -144,7 +154,7 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
         for j in range(value_chunks):
             dim = min(64 * j + 8 * (lane >> 2), head_dim - 8)
             at = 16 * j + 4 * token
-            v[at], v[at + 1], v[at + 2], v[at + 3] = load_u32x4(kv, start + dim)
+            v[at], v[at + 1], v[at + 2], v[at + 3] = load8(kv, start + dim)
 
     @device_function
     def weigh(s: Any, scale: Any, token: Any, first: Any, last: Any) -> Any:
@@ -187,6 +197,7 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
     def paged_decode(
         qkv: Any,
         kv: Any,
+        scales: Any,
         block_tables: Any,
         positions: Any,
         tiles: Any,
@@ -238,13 +249,20 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
             if token > last_token or token + (TILE_TOKENS - 1) < first_token:
                 continue
             # Tokens outside [first_token, last_token] are read as the nearest one inside: finite, and weighed 0.
-            near = (_i64(near_block) * (2 * num_kv_heads) + kv_head) * plane
-            far = (_i64(far_block) * (2 * num_kv_heads) + kv_head) * plane
+            near = _i64(near_block) * (2 * num_kv_heads) + kv_head  # planes: one head's keys (or values) in one block
+            far = _i64(far_block) * (2 * num_kv_heads) + kv_head
             near_key = min(max(token + (lane >> 2), first_token), last_token) % block_size
             far_key = min(max(token + 8 + (lane >> 2), first_token), last_token) % block_size
-            load_keys(k, kv, near + near_key * head_dim, far + far_key * head_dim, lane)
-            near += num_kv_heads * plane
-            far += num_kv_heads * plane
+            load_keys(k, kv, near * plane + near_key * head_dim, far * plane + far_key * head_dim, lane)
+            near_scale = far_scale = scale
+            near_gain = far_gain = _f32(1)
+            if scaled:
+                near_scale *= scales[near * block_size + near_key] * _f32(unit)
+                far_scale *= scales[far * block_size + far_key] * _f32(unit)
+                near_gain = scales[(near + num_kv_heads) * block_size + near_key] * _f32(gain)
+                far_gain = scales[(far + num_kv_heads) * block_size + far_key] * _f32(gain)
+            near = (near + num_kv_heads) * plane
+            far = (far + num_kv_heads) * plane
             for pair in range(2):
                 near_value = min(max(token + 2 * (lane & 3) + pair, first_token), last_token) % block_size
                 far_value = min(max(token + 8 + 2 * (lane & 3) + pair, first_token), last_token) % block_size
@@ -258,10 +276,10 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
                     s0, s1, s2, s3 = mma(k[a], k[a + 4], k[a + 1], k[a + 5], q[b], q[b + 1], s0, s1, s2, s3)
                     s0, s1, s2, s3 = mma(k[a + 2], k[a + 6], k[a + 3], k[a + 7], q[b + 2], q[b + 3], s0, s1, s2, s3)
                 near_token, far_token = token + (lane >> 2), token + 8 + (lane >> 2)
-                s0 = weigh(s0, scale, near_token, first[2 * n], last[2 * n])
-                s1 = weigh(s1, scale, near_token, first[2 * n + 1], last[2 * n + 1])
-                s2 = weigh(s2, scale, far_token, first[2 * n], last[2 * n])
-                s3 = weigh(s3, scale, far_token, first[2 * n + 1], last[2 * n + 1])
+                s0 = weigh(s0, near_scale, near_token, first[2 * n], last[2 * n])
+                s1 = weigh(s1, near_scale, near_token, first[2 * n + 1], last[2 * n + 1])
+                s2 = weigh(s2, far_scale, far_token, first[2 * n], last[2 * n])
+                s3 = weigh(s3, far_scale, far_token, first[2 * n + 1], last[2 * n + 1])
                 top0 = max(top[2 * n], column_max(s0, s2))
                 top1 = max(top[2 * n + 1], column_max(s1, s3))
                 base0 = top0 if top0 > _f32(_NEVER) else _f32(0)
@@ -271,7 +289,8 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
                 total[2 * n] = total[2 * n] * shrink0 + (s0 + s2)
                 total[2 * n + 1] = total[2 * n + 1] * shrink1 + (s1 + s3)
                 top[2 * n], top[2 * n + 1] = top0, top1
-                p0, p1 = transpose_8x8(pack(s0, s1)), transpose_8x8(pack(s2, s3))
+                p0 = transpose_8x8(pack(s0 * near_gain, s1 * near_gain))
+                p1 = transpose_8x8(pack(s2 * far_gain, s3 * far_gain))
                 accumulate(o, v, n, p0, p1, shrink0, shrink1)
 
         merged = cuda.shared.array(merge_size, types.float32)  # (WARPS, COLUMNS, merge_stride)
@@ -305,7 +324,7 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
                     sum_all += totals[COLUMNS * other + thread] * weight
                 lses[thread] = base + log2(sum_all)
                 for other in range(WARPS):
-                    tops[COLUMNS * other + thread] /= sum_all
+                    tops[COLUMNS * other + thread] /= sum_all * _f32(gain / unit)
             cuda.syncthreads()
             for element in range(thread, COLUMNS * head_dim, THREADS):
                 column, dim = element // head_dim, element % head_dim
@@ -332,7 +351,8 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
 
     arguments = {
         "qkv": pointer(FLOAT32),
-        "kv": pointer(packed.stored),
+        "kv": pointer(kv_format.stored),
+        "scales": pointer(FLOAT32),
         "block_tables": pointer(INT32),
         "positions": pointer(INT32),
         "tiles": pointer(INT32),
@@ -345,7 +365,7 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
         "window": INT32,
         "scale": FLOAT32,
     }
-    return build(paged_decode, arguments, name="paged_decode", threads=THREADS, registers=255)
+    return build(paged_decode, arguments, name="paged_decode", threads=THREADS, registers=_registers(shape, columns))
 
 
 @kernel_factory

@@ -33,14 +33,15 @@ def attend(
     parts = device.empty((rows, shape.num_heads, max_splits, shape.head_dim), np.float32)
     lse = device.empty(parts.shape[:3], np.float32)
     positions = device.array(batch.positions)
-    inputs = [device.array(each) for each in (batch.qkv, batch.pool, batch.block_tables)]
+    inputs = [device.array(each) for each in (batch.qkv, batch.pool, batch.scales, batch.block_tables)]
     planned = [device.array(each) for each in (plan.tiles, plan.tile_rows)]
     numbers = batch.block_tables.shape[1], max_splits, window, shape.head_dim**-0.5 * math.log2(math.e)
     grid = plan.grid_splits, shape.num_kv_heads * paged_decode.head_chunks(shape), len(plan.tiles)
-    kernel = paged_decode.paged_decode(shape, shape.kv, columns)
+    element = shape.kv if shape.kv in ("bfloat16", "float16") else "float16"
+    kernel = paged_decode.paged_decode(shape, element, columns)
     counters = launch(device, kernel, grid, *inputs, positions, *planned, out, parts, lse, *numbers)
     grid = -(-width // paged_decode.THREADS), rows
-    combine = paged_decode.combine(shape, shape.kv)
+    combine = paged_decode.combine(shape, element)
     counters += launch(device, combine, grid, positions, parts, lse, out, max_splits, window)
     return device.read(out), counters
 
@@ -57,10 +58,13 @@ def seventeen(block_size: int) -> list[int]:
         (Shape(7, 1, 80, 8, "float16"), 100),
         (Shape(20, 1, 128, 128, "bfloat16"), 300),
         (Shape(9, 1, 256, 32, "float16"), 5),
+        (Shape(4, 2, 64, 16, "int8"), 0),
+        (Shape(3, 1, 128, 16, "float8_e4m3"), 100),
         pytest.param(Shape(2, 2, 128, 32, "float16"), 0, marks=pytest.mark.slow),
         pytest.param(Shape(9, 1, 96, 64, "bfloat16"), 0, marks=pytest.mark.slow),
         pytest.param(Shape(8, 1, 256, 16, "bfloat16"), SPLIT, marks=pytest.mark.slow),
-        pytest.param(Shape(16, 2, 80, 16, "bfloat16"), 1, marks=pytest.mark.slow),
+        pytest.param(Shape(16, 2, 80, 16, "int8"), 1, marks=pytest.mark.slow),
+        pytest.param(Shape(9, 1, 96, 32, "float8_e4m3"), 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -68,7 +72,8 @@ def test_equals_the_twin_for_17_sequences(shape: Shape, window: int) -> None:
     lens = seventeen(shape.block_size)
     batch = make_batch(shape, lens if shape.num_heads < 9 else lens[::2], seed=window)
     out, _ = attend(batch, window)
-    assert_close(values(out, shape.kv), batch.expected(window), shape.kv)
+    element = shape.kv if shape.kv in ("bfloat16", "float16") else "float16"
+    assert_close(values(out, element), batch.expected(window), shape.kv)
 
 
 def test_windows_read_nothing_before_their_first_token() -> None:
@@ -99,6 +104,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_a_prompt_and_in_wide_tiles(
             shape,
             batch.qkv[row : row + 1],
             batch.pool,
+            batch.scales,
             batch.block_tables[s : s + 1],
             batch.positions[row : row + 1],
             np.zeros(1, np.int32),

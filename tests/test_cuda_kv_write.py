@@ -19,6 +19,8 @@ from tests.support.cuda_twins import assert_close, stored, values
         (2, 1, 256, 256, "bfloat16", True),
         (2, 1, 96, 96, "float16", True),
         (4, 2, 16, 16, "float32", True),
+        (4, 2, 64, 64, "int8", False),
+        (2, 1, 128, 128, "float8_e4m3", True),
     ],
 )
 def test_rotates_and_writes_where_the_slots_say(
@@ -40,7 +42,9 @@ def test_rotates_and_writes_where_the_slots_say(
     pool = device.empty((num_blocks, 2, kv_heads, shape.block_size, head_dim), stored(np.zeros(1), kv).dtype)
     grid = (-(-(heads + 2 * kv_heads) // kv_write.HEADS_PER_BLOCK), rows)
     tables = [device.array(each) for each in (positions, slots, cos, sin, q_norm, k_norm)]
-    launch(device, kv_write.kv_write(shape, rotary_dim, qk_norm), grid, rotated, *tables, pool, 1e-6)
+    scaled = kv in cuda_twins.LARGEST_CODE
+    scales = device.empty(pool.shape[:4] if scaled else (1,), np.float32)
+    launch(device, kv_write.kv_write(shape, rotary_dim, qk_norm), grid, rotated, *tables, pool, scales, 1e-6)
 
     written = np.zeros(pool.shape[:4], np.bool_)
     expected_q, got_q = [], []
@@ -58,8 +62,28 @@ def test_rotates_and_writes_where_the_slots_say(
         expected_q.append(q)
         got_q.append(result[:heads])
         block, offset = divmod(int(slots[row]), shape.block_size)
-        assert_close(values(pool[block, 0, :, offset], kv), k, kv)
-        assert_close(values(pool[block, 1, :, offset], kv), v, kv)
+        for side, part in enumerate((k, v)):
+            if scaled:
+                assert_close(device.read(scales[block, side, :, offset]), cuda_twins.head_scales(part, kv), "float32")
+                part = part / scales[block, side, :, offset, None]
+                differ = pool[block, side, :, offset] != stored(part, kv)
+                assert differ.mean() < 0.01  # neighbouring codes where float32 rounds otherwise than float64
+            else:
+                assert_close(values(pool[block, side, :, offset], kv), part, kv)
         written[block, :, :, offset] = True
     assert_close(np.stack(got_q).astype(np.float64), np.stack(expected_q), "float32")
     np.testing.assert_array_equal(device.written(pool).all(axis=-1), written)
+    if scaled:
+        np.testing.assert_array_equal(device.written(scales), written)
+
+
+def test_a_head_that_holds_nan_or_infinity_keeps_it_in_an_8_bit_pool() -> None:
+    shape = layout.AttentionShape(1, 1, 64, 8, "int8")
+    device = Device()
+    qkv = np.ones((2, shape.qkv_width), np.float32)
+    qkv[0, 70], qkv[1, 150] = np.nan, np.inf
+    tables = [np.zeros(2, np.int32), np.arange(2), *np.zeros((4, 64), np.float32)]
+    pool, scales = device.empty((1, 2, 1, 8, 64), np.uint8), device.empty((1, 2, 1, 8), np.float32)
+    inputs = [device.array(each) for each in (qkv, *tables)]
+    launch(device, kv_write.kv_write(shape, 64, False), (1, 2), *inputs, pool, scales, 1e-6)
+    assert np.isnan(scales[0, :, 0, :2]).tolist() == [[True, False], [False, True]]

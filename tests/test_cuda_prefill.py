@@ -60,6 +60,7 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_after_a_cached_prefix() -> 
             shape,
             batch.qkv[start:stop],
             batch.pool,
+            batch.scales,
             batch.block_tables,
             batch.positions[start:stop],
             batch.sequences[start:stop],

@@ -22,6 +22,7 @@ class Batch:
     shape: layout.AttentionShape
     qkv: Array  # (T, qkv_width) float32
     pool: Array  # (num_blocks, 2, num_kv_heads, block_size, head_dim) stored
+    scales: Array  # (num_blocks, 2, num_kv_heads, block_size) float32; one number for formats without
     block_tables: Array  # (S, max_blocks) int32
     positions: Array  # (T,) int32
     sequences: Array  # (T,) int32
@@ -32,6 +33,8 @@ class Batch:
         """(T, num_heads * head_dim) float64 by the twin."""
         shape = self.shape
         pool = values(self.pool, shape.kv)
+        if self.pool.itemsize == 1:
+            pool = pool * self.scales[..., None]
         out = []
         for row in range(len(self.positions)):
             last = int(self.positions[row])
@@ -68,11 +71,17 @@ def make_batch(
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts, strict=True)]).astype(np.int32)
     qkv = random.normal(0, 1, (len(positions), shape.qkv_width)).astype(np.float32)
     q_width = shape.num_heads * shape.head_dim
-    qkv[:, :q_width] = values(stored(qkv[:, :q_width], shape.kv), shape.kv)
+    element = "float16" if shape.kv in cuda_twins.LARGEST_CODE else shape.kv
+    qkv[:, :q_width] = values(stored(qkv[:, :q_width], element), element)
+    scales = np.ones(1, np.float32)
+    if shape.kv in cuda_twins.LARGEST_CODE:
+        scales = cuda_twins.head_scales(contents, shape.kv)
+        contents = np.nan_to_num(contents / scales[..., None], nan=100.0)  # what nobody may read: NaN by its scale
     return Batch(
         shape,
         qkv,
         stored(contents, shape.kv),
+        scales,
         tables,
         positions,
         np.repeat(np.arange(len(lens)), counts).astype(np.int32),

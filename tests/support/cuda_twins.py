@@ -11,19 +11,33 @@ from numpy.typing import NDArray
 Float = NDArray[np.floating[Any]]
 Int = NDArray[np.integer[Any]]
 
-FORMATS: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 2e-3}
+FORMATS: dict[str, Any] = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "int8": np.int8,
+    "float8_e4m3": ml_dtypes.float8_e4m3fn,
+}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 2e-3, "int8": 2e-3, "float8_e4m3": 2e-3}
+LARGEST_CODE = {"int8": 127, "float8_e4m3": 448}
 
 
 def stored(values: Float, element: str) -> NDArray[Any]:
-    """Numbers as kernels store them: float32, or the 16 bits of the nearest number of the format."""
-    rounded = np.asarray(values, np.float32).astype(FORMATS[element])
-    return rounded if element == "float32" else rounded.view(np.uint16)
+    """Numbers as kernels store them: float32, or the 16 or 8 bits of the nearest number of the format."""
+    rounded = np.asarray(values, np.float32)
+    rounded = (np.rint(rounded) if element == "int8" else rounded).astype(FORMATS[element])
+    return rounded if element == "float32" else rounded.view(f"u{rounded.itemsize}")
 
 
 def values(array: NDArray[Any], element: str) -> NDArray[np.float64]:
     """The inverse of `stored`."""
     return np.asarray(array).view(FORMATS[element]).astype(np.float64)
+
+
+def head_scales(heads: Float, element: str) -> Float:
+    """The scale of each head of an 8-bit format: heads (..., head_dim) -> (...)."""
+    largest = np.abs(heads).max(axis=-1)
+    return np.where(largest > 0, largest / LARGEST_CODE[element], 1).astype(np.float32)
 
 
 def assert_close(got: Float, expected: Float, element: str) -> None:
