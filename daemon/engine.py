@@ -156,6 +156,8 @@ class Engine:
                 self._samples[sample.sequence.sequence_id] = sample
                 if error is not None:
                     self._end(sample, "error", error)
+                elif sample.stopped:  # all that is missing is the word that it is over
+                    self._end(sample, "stop")
             if sample.num_sent:
                 request.first_token_at = request.arrival
         self.metrics.requests_taken_up_total += 1

@@ -4,6 +4,7 @@ numpy    the slow twin
 slow     the same, each step of at least 20 ms, on a thread, as a device would
 stuck    a step never ends
 broken   every step fails
+paced    the real CPU back end, each step at least 10 ms: the same bits in every batch, and a middle to die in
 loading  never gets ready
 """
 
@@ -14,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,10 +24,14 @@ from kvpool.daemon.__main__ import main
 from kvpool.daemon.config import Config
 from kvpool.model.backend import Backend, BackendLimits, Progress
 from kvpool.model.batch import StepBatch, StepResult
+from kvpool.model.cpu_backend import CpuBackend
 from kvpool.model.loading import LoadedModel
+from kvpool.model.program import Program
+from kvpool.model.weights import Checkpoint
 from tests.support.numpy_backend import NumpyBackend
 
 STEP_S = 0.02
+PACE_S = 0.01
 
 
 class SlowBackend(NumpyBackend):
@@ -57,11 +63,28 @@ class LoadingBackend(NumpyBackend):
         threading.Event().wait()
 
 
-BACKENDS: dict[str, type[NumpyBackend]] = {
+class PacedBackend(CpuBackend):
+    """Steps begin late."""
+
+    def __init__(self, program: Program, checkpoint: Checkpoint, limits: BackendLimits) -> None:
+        super().__init__(program, checkpoint, limits, dtype="float32", threads=1)
+        self._waiting = threading.Timer(0.0, lambda: None)
+
+    def launch(self, batch: StepBatch) -> None:
+        self._waiting = threading.Timer(PACE_S, super().launch, [batch])
+        self._waiting.start()
+
+    def close(self) -> None:
+        self._waiting.cancel()
+        super().close()
+
+
+BACKENDS: dict[str, Callable[[Program, Checkpoint, BackendLimits], Backend]] = {
     "numpy": NumpyBackend,
     "slow": SlowBackend,
     "stuck": StuckBackend,
     "broken": BrokenBackend,
+    "paced": PacedBackend,
     "loading": LoadingBackend,
 }
 

@@ -14,6 +14,7 @@ from kvpool.client.protocol import Finished, Notice, Submit, TokenBatch, pack_to
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.daemon.block_pool import BlockPool
 from kvpool.daemon.engine import Engine
+from kvpool.daemon.journal import Journal
 from kvpool.daemon.limits import SchedulerLimits
 from kvpool.daemon.metrics import Metrics
 from kvpool.daemon.prefix_cache import PrefixCache
@@ -73,6 +74,7 @@ class Harness:
         host_blocks: int = 0,
         prefix_cache: bool = True,
         make_backend: MakeBackend = numpy_backend,
+        journal: Journal | None = None,
         **limits: Any,
     ) -> None:
         model = tiny_model()
@@ -100,7 +102,7 @@ class Harness:
         self.backend.allocate_pool(num_blocks)
         self.metrics = Metrics(self.now)
         runner = StepRunner(self.backend, backend_limits, host_blocks=host_blocks, costs=self.scheduler.costs)
-        self.engine = Engine(self.scheduler, runner, self.metrics, epoch=EPOCH)
+        self.engine = Engine(self.scheduler, runner, self.metrics, epoch=EPOCH, journal=journal)
         self.answers: dict[tuple[str, int], Answer] = {}
         self._names = count()
 
