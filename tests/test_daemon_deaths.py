@@ -251,6 +251,7 @@ def test_a_second_sigterm_hurries() -> None:
         raw.send(Submit("a", prompt=PROMPT, params=GREEDY))
         raw.expect(Accepted)
         daemon.signal(signal.SIGTERM)
+        assert eventually(lambda: "draining" in daemon.log)
         assert raw.refused(Submit("b", prompt=PROMPT)).code == "shutting_down"
         daemon.signal(signal.SIGTERM)
         finished = raw.expect(Finished)

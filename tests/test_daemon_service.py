@@ -121,11 +121,12 @@ def test_the_watchdog_is_fed_while_all_is_well_and_starves_while_a_step_hangs() 
     daemon.environ = {"WATCHDOG_USEC": "300000"}
     with daemon, daemon.client() as client:
         assert next(daemon.told(5.0)) == "WATCHDOG=1"
-        client.submit("The sea", max_tokens=4)
+        stream = client.submit("The sea", max_tokens=4)
         assert client.stats()["in_flight_s"] >= 0.0
         list(daemon.told(0.5))  # a period after the step began, it is not fed any more
         assert list(daemon.told(0.5)) == []
         assert client.stats()["in_flight_s"] > 0.5
+        stream.cancel()
 
 
 def test_the_manager_hears_how_it_goes() -> None:
