@@ -157,35 +157,50 @@ def gather_token(key: int, value: int, keys: int, values: int, token: int, state
 
 
 @kernel
-def find_panels(row: int, state: int, unit: int, start: int, low: int, high: int, tables: int, gathered: int) -> None:
-    """Fill two tables with the addresses of the split's K and V panels, for tokens start + low .. start + high - 1."""
-    block_size, head_width = word(state, t.BLOCK_SIZE), word(state, t.HEAD_WIDTH)
-    lanes = word(state, t.KEY_BYTES) // (4 * block_size)
-    bf16 = word(state, t.KV_FORMAT) == BFLOAT16
+def find_panels(row: int, state: int, unit: int, start: int, low: int, high: int, tables: int) -> None:
+    """Fill two tables with the addresses of the split's K and V panels, for tokens start + low .. start + high - 1.
+
+    For blocks of whole panels: nothing is copied.
+    """
+    block_size, block_bytes = word(state, t.BLOCK_SIZE), word(state, t.BLOCK_BYTES)
+    per_token = word(state, t.HEAD_WIDTH) * (2 if word(state, t.KV_FORMAT) == BFLOAT16 else 4)
     blocks = word(state, t.BLOCK_TABLES) + word(unit, SEQUENCE) * word(state, t.MAX_BLOCKS) * 4
     k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
     v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
-    in_place = block_size % 16 == 0
-    keys, values = gathered, gathered + SPLIT * head_width * 4
-    for token in range(low & -16, high, 16 if in_place else 1):
-        if token < low and not in_place:  # before the window: the block may be gone
-            if token & 1 == 0 or not bf16:
-                for i in range(0, 4 * head_width, 64):
-                    store(values + (token >> 1 if bf16 else token) * head_width * 4 + i, splat(ZERO))
-            continue
+    token = low & -16
+    blocks += (start + token) // block_size * 4
+    offset = (start + token) % block_size
+    while token < high:
+        block = load_i32(blocks) * block_bytes
+        while offset < block_size and token < high:
+            store_i64(tables + (token >> 4) * 8, k_base + block + offset * 4)
+            store_i64(tables + (PANELS + (token >> 4)) * 8, v_base + block + offset * per_token)
+            token, offset = token + 16, offset + 16
+        blocks, offset = blocks + 4, 0
+
+
+@kernel
+def gather_panels(row: int, state: int, unit: int, start: int, low: int, high: int, tables: int, copies: int) -> None:
+    """The same for blocks that are not whole panels: their tokens are copied into panels, zeros before `low`."""
+    block_size, head_width = word(state, t.BLOCK_SIZE), word(state, t.HEAD_WIDTH)
+    is_bf16 = word(state, t.KV_FORMAT) == BFLOAT16
+    panel_bytes = 16 * head_width * (2 if is_bf16 else 4)
+    blocks = word(state, t.BLOCK_TABLES) + word(unit, SEQUENCE) * word(state, t.MAX_BLOCKS) * 4
+    k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
+    v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
+    keys, values = copies, copies + SPLIT * head_width * 4
+    for panel in range(low >> 4, (high + 15) >> 4):
+        store_i64(tables + panel * 8, keys + panel * (word(state, t.KEY_BYTES) // block_size) * 16)
+        store_i64(tables + (PANELS + panel) * 8, values + panel * panel_bytes)
+    for i in range((low >> 4) * panel_bytes, ((low + 15) >> 4) * panel_bytes, 64):
+        store(values + i, splat(ZERO))
+    for token in range(low, high):
         block = load_i32(blocks + (start + token) // block_size * 4) * word(state, t.BLOCK_BYTES)
         offset = (start + token) % block_size
-        v_row = (offset >> 1) * head_width * 4 if bf16 else offset * head_width * 4
-        key, value = k_base + block + offset * 4, v_base + block + v_row
-        if in_place:
-            store_i64(tables + (token >> 4) * 8, key)
-            store_i64(tables + (PANELS + (token >> 4)) * 8, value)
-        else:
-            gather_token(key, value + (offset & 1) * 2 if bf16 else value, keys, values, token, state)
-    if not in_place:
-        for panel in range(low >> 4, (high + 15) >> 4):
-            store_i64(tables + panel * 8, keys + panel * lanes * 64)
-            store_i64(tables + (PANELS + panel) * 8, values + panel * (8 if bf16 else 16) * head_width * 4)
+        value = offset * head_width * 4
+        if is_bf16:
+            value = (offset >> 1) * head_width * 4 + (offset & 1) * 2
+        gather_token(k_base + block + offset * 4, v_base + block + value, keys, values, token, state)
 
 
 @kernel
@@ -223,13 +238,18 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
         clear(partial, rows, head_width)
         return
     scores, tables = scratch, scratch + rows * SPLIT * 4
-    find_panels(row, state, unit, start, low, high, tables, tables + 2 * PANELS * 8)
+    k_stride = word(state, t.BLOCK_SIZE) * 4
+    if word(state, t.BLOCK_SIZE) & 15:
+        k_stride = 64
+        gather_panels(row, state, unit, start, low, high, tables, tables + 2 * PANELS * 8)
+    else:
+        find_panels(row, state, unit, start, low, high, tables)
     first, last = low >> 4, (high + 15) >> 4
-    k_stride = word(state, t.BLOCK_SIZE) * 4 if word(state, t.BLOCK_SIZE) % 16 == 0 else 64
     k = (head_dim + 1) & -2 if word(state, t.KV_FORMAT) == BFLOAT16 else head_dim
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4, tables + first * 8,
         0, 8, 0, 0, 1, 0, 1, k, k, k_stride, scores + first * 64, SPLIT * 4, 0, 0,
+        tables + (PANELS + first) * 8, 8, 0,
     )  # fmt: skip
     maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
     for r in range(rows):
@@ -240,7 +260,7 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, head_width >> 4, scores + first * 64, SPLIT * 4,
         tables + (PANELS + first) * 8, 8, 0, 64, 0, 1, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
-        partial, head_width * 4, 0, 0,
+        partial, head_width * 4, 0, 0, tables + (PANELS + first) * 8, 0, 0,
     )  # fmt: skip
 
 

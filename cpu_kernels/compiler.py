@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from .executor import OPERATIONS, run_thread
 from .isa import FORMAT_NAMES, Isa, host_features
+from .jit import LOADED_NS
 from .machine_code import load_functions
 from .tile import tile_names, tile_table, tiles_module
 
@@ -58,6 +59,12 @@ def sources(module: str, found: set[str] | None = None) -> set[str]:
             for name in [node.module] if node.module else [alias.name for alias in node.names]:
                 sources(name, found)
     return found
+
+
+def changed_sources() -> list[str]:
+    """Sources that were edited after this process loaded them: what it compiles must not be kept under their names."""
+    here = Path(__file__).parent
+    return sorted(path.name for path in here.glob("*.py") if path.stat().st_mtime_ns > LOADED_NS)
 
 
 def cache_key(module: str) -> str:
@@ -121,7 +128,10 @@ def _unusable(cache: Path) -> str:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"{cache}: {error.strerror}"
-    return "" if os.access(cache, os.W_OK | os.X_OK) else f"{cache} is not writable"
+    if not os.access(cache, os.W_OK | os.X_OK):
+        return f"{cache} is not writable"
+    changed = changed_sources()
+    return f"{', '.join(changed)} changed while this process ran" if changed else ""
 
 
 def _directory(cache: Path | None, module: str) -> Path | None:

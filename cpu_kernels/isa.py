@@ -16,7 +16,10 @@ FORMAT_NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16"}
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A register file. `tiles[r - 1]`: the widths, in panels of 16 columns, of the tiles with r rows, widest first."""
+    """A register file. `tiles[r - 1]`: the widths, in panels of 16 columns, of the tiles with r rows, widest first.
+
+    A tile exists at every width that a taller one has, so that tall and low tiles go through the panels together.
+    """
 
     name: str
     tiles: tuple[tuple[int, ...], ...]
@@ -26,10 +29,10 @@ class Isa:
         return len(self.tiles)
 
 
-# Accumulators plus one row of weights must stay in registers: 32 of 16 lanes, 16 of 8, 32 of 4, 16 of 4.
-AVX512 = Isa("avx512", ((8, 4, 1), (8, 2, 1), (4, 1), (4, 1), (4, 1), (4, 1), *((2, 1),) * 6))
-AVX2 = Isa("avx2", ((4, 2, 1), (3, 1), (2, 1), (1,), (1,), (1,)))
-NEON = Isa("neon", ((4, 1), (2, 1), (1,), (1,), (1,), (1,)))
+# Sums, a step's weights and one activation must stay in registers: 32 of 16 lanes, 16 of 8, 32 of 4, 16 of 4.
+AVX512 = Isa("avx512", (*((8, 4, 2, 1),) * 2, *((4, 2, 1),) * 4, *((2, 1),) * 6))
+AVX2 = Isa("avx2", ((4, 2, 1), (2, 1), (1,), (1,), (1,)))
+NEON = Isa("neon", ((4, 2, 1), (2, 1), (1,), (1,), (1,), (1,)))
 PLAIN = Isa("plain", ((2, 1), (1,), (1,)))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.extending import intrinsic as numba_intrinsic
+
+# Sources changed after this moment are not what this process runs.
+LOADED_NS = time.time_ns()
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -8,6 +8,7 @@ from .product import product
 from .table import rows_of, word
 
 CHAIN = 128  # k whose products are summed in one chain
+NEAR = 1024  # bytes that a tile without company asks ahead of what it reads
 ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
 
 
@@ -54,4 +55,7 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
         word(row, t.OUT_STRIDE),
         bias + panel * 64 if bias else 0,
         word(row, t.ACCUMULATE),
+        row + 8 * t.WEIGHT,
+        0,
+        panel * word(row, t.PANEL_BYTES) + NEAR,
     )

@@ -124,6 +124,13 @@ def _external(builder: Any, name: str, result: ir.Type, *arguments: ir.Type) -> 
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
+def prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for the cache line at a pointer (an LLVM value), into the second level; any address is fine."""
+    number = ir.IntType(32)
+    function = _external(builder, "llvm.prefetch.p0", ir.VoidType(), POINTER, number, number, number)
+    builder.call(function, [pointer, number(0), number(2), number(1)])
+
+
 @instruction
 def pause(typing_context: Any) -> Any:
     """Tell the processor that this is a spin loop."""

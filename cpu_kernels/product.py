@@ -33,23 +33,30 @@ def product(
     out_stride: int,
     bias: int,
     accumulate: int,
+    ahead_table: int,
+    ahead_step: int,
+    ahead_offset: int,
 ) -> None:
     """out (rows, 16 panels) (+)= x (rows, k) times panels, with `tiles` from `tile_table` and the arguments of a tile.
 
-    Rows are cut evenly (7 = 4 + 3, not 6 + 1), because a tile with few rows is slow and streams the panels once more.
+    Rows are cut evenly (7 = 4 + 3, not 5 + 2), because a tile with few rows is slow. Where there is more than one cut,
+    all rows pass one panel before the next, which arrives from memory meanwhile: each tile asks for its share.
     """
-    row = 0
-    table_of_format = tiles + weight_format * FORMAT_BYTES
-    most = load_i64(table_of_format)
-    cuts = (rows + most - 1) // most
-    for index in range(cuts):
-        height = (rows - row + cuts - index - 1) // (cuts - index)
-        panel = 0
-        while panel < panels:
-            entry = table_of_format + height * ROW_BYTES + min(panels - panel, TABLE_SHAPE[2] - 1) * 16
+    formats = tiles + weight_format * FORMAT_BYTES
+    cuts = (rows + load_i64(formats) - 1) // load_i64(formats)
+    panel = 0
+    while panel < panels:
+        row, width, groups = 0, panels - panel, 1
+        for index in range(cuts):
+            height = (rows - row + cuts - index - 1) // (cuts - index)
+            entry = formats + height * ROW_BYTES + min(width, TABLE_SHAPE[2] - 1) * 16
+            width = load_i64(entry + 8)  # the first tile is the tallest; lower ones exist at its width
+            groups = (panels - panel) // width if cuts == 1 else 1
+            share = width * panel_stride + index * width * panel_stride // cuts if cuts > 1 else 0
             arguments = (
                 x + row * x_stride,
                 x_stride,
+                groups,
                 table + panel * panel_step,
                 segment_step,
                 panel_step,
@@ -65,7 +72,11 @@ def product(
                 out_stride,
                 bias + panel * 64 if bias else 0,
                 accumulate,
+                ahead_table + panel * ahead_step,
+                ahead_step,
+                ahead_offset + panel * panel_stride + share,
+                64 * width // cuts if cuts > 1 else 64,
             )
             call_tile(load_i64(entry), arguments)
-            panel += load_i64(entry + 8)
-        row += height
+            row += height
+        panel += width * groups

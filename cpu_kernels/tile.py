@@ -12,6 +12,11 @@ segment g of block b starts at
     table[g * segment_step + p * panel_step] + panel_offset + p * panel_stride + b * block_stride           (bytes)
 and its next step lies `step_stride` bytes on. One step is one k of 16 float32, or two k (even in the low half) of 16
 bfloat16 pairs. Every segment has `k` elements but the very last, which has `last_k`; x runs on through all of them.
+
+A tile repeats this for `groups` groups of panels, one behind the other. Meanwhile it asks for memory that will be read
+later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step, from where panel p's
+    ahead_table[p * ahead_step] + ahead_offset + p * panel_stride
+says for the group's first panel.
 """
 
 from __future__ import annotations
@@ -27,13 +32,14 @@ from numpy.typing import NDArray
 
 from .isa import BFLOAT16, FLOAT32, FORMAT_NAMES, Isa
 from .jit import instruction
-from .memory import INT64, POINTER
+from .memory import INT64, POINTER, prefetch
 from .vectors import FLOATS, INTS, float_constant, int_constant, multiply_add, splat_value
 
 BYTE = ir.IntType(8)
 ARGUMENTS = (
-    "x", "x_stride", "table", "segment_step", "panel_step", "panel_stride", "panel_offset", "blocks", "block_stride",
-    "segments", "k", "last_k", "step_stride", "out", "out_stride", "bias", "accumulate",
+    "x", "x_stride", "groups", "table", "segment_step", "panel_step", "panel_stride", "panel_offset",
+    "blocks", "block_stride", "segments", "k", "last_k", "step_stride", "out", "out_stride", "bias", "accumulate",
+    "ahead_table", "ahead_step", "ahead_offset", "ahead_stride",
 )  # fmt: skip
 
 Values = list[Any]  # LLVM values
@@ -87,7 +93,7 @@ STEPS = {FLOAT32: Step(1, 4, _step_float32), BFLOAT16: Step(2, 2, _step_bfloat16
 # -- the tile ---------------------------------------------------------------------------------------------------------
 
 
-def _loop(builder: Any, count: Any, carried: Sequence[Any], body: Body) -> Values:
+def loop(builder: Any, count: Any, carried: Sequence[Any], body: Body) -> Values:
     """Repeat `body` `count` times (perhaps never); it maps the index and the carried values to their next ones."""
     before = builder.block
     inside = builder.append_basic_block("loop")
@@ -132,33 +138,48 @@ class _TileEmitter:
         self.x_rows = [self.offset(x, builder.mul(a["x_stride"], INT64(r))) for r in range(self.rows)]
         zeros = [float_constant(0.0)] * (self.rows * self.width)
 
-        def block(index: Any, current: Sequence[Any]) -> Values:
-            x_offset, start, *totals = current
-            is_last = builder.icmp_signed("==", index, builder.sub(a["blocks"], INT64(1)))
-            x_offset, *sums = self.segments(is_last, x_offset, start, zeros)
-            totals = [builder.fadd(total, value) for total, value in zip(totals, sums, strict=True)]
-            return [x_offset, builder.add(start, a["block_stride"]), *totals]
+        def group(index: Any, current: Sequence[Any]) -> Values:
+            panel = builder.mul(index, INT64(self.width))
+            table = builder.add(a["table"], builder.mul(panel, a["panel_step"]))
+            forward = builder.mul(panel, a["panel_stride"])
+            ahead = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
+            ahead = builder.load(builder.inttoptr(ahead, POINTER), align=8, typ=INT64)
+            ahead = builder.add(ahead, builder.add(a["ahead_offset"], forward))
+            totals = self.blocks(table, builder.add(a["panel_offset"], forward), ahead, zeros)
+            self.write(self.nested(totals), builder.mul(panel, INT64(64)))
+            return []
 
-        _, _, *totals = _loop(builder, a["blocks"], [INT64(0), a["panel_offset"], *zeros], block)
-        self.write(self.nested(totals))
+        loop(builder, a["groups"], [], group)
         builder.ret_void()
 
-    def segments(self, last_block: Any, x_offset: Any, start: Any, sums: Values) -> Values:
-        """One chain through the segments of a block: the next x offset, and the sums."""
+    def blocks(self, table: Any, offset: Any, ahead: Any, zeros: Values) -> Values:
+        """The totals of one group."""
+        builder, a = self.builder, self.arguments
+
+        def block(index: Any, current: Sequence[Any]) -> Values:
+            x_offset, ahead, start, *totals = current
+            is_last = builder.icmp_signed("==", index, builder.sub(a["blocks"], INT64(1)))
+            x_offset, ahead, *sums = self.segments(is_last, table, start, [x_offset, ahead, *zeros])
+            totals = [builder.fadd(total, value) for total, value in zip(totals, sums, strict=True)]
+            return [x_offset, ahead, builder.add(start, a["block_stride"]), *totals]
+
+        return loop(builder, a["blocks"], [INT64(0), ahead, offset, *zeros], block)[3:]
+
+    def segments(self, last_block: Any, table: Any, start: Any, carried: Values) -> Values:
+        """One chain through the segments of a block; carries (x offset, address ahead, *sums)."""
         builder, a = self.builder, self.arguments
         last_segment = builder.sub(a["segments"], INT64(1))
 
         def segment(index: Any, current: Sequence[Any]) -> Values:
-            x_offset, table, *flat = current
+            table, *rest = current
             is_last = builder.and_(last_block, builder.icmp_signed("==", index, last_segment))
             k = builder.select(is_last, a["last_k"], a["k"])
-            x_offset, flat = self.segment(table, start, k, x_offset, flat)
-            return [x_offset, builder.add(table, a["segment_step"]), *flat]
+            return [builder.add(table, a["segment_step"]), *self.segment(table, start, k, rest)]
 
-        x_offset, _, *sums = _loop(builder, a["segments"], [x_offset, a["table"], *sums], segment)
-        return [x_offset, *sums]
+        return loop(builder, a["segments"], [table, *carried], segment)[1:]
 
-    def segment(self, table: Any, offset: Any, k: Any, x_offset: Any, sums: Values) -> tuple[Any, Values]:
+    def segment(self, table: Any, offset: Any, k: Any, carried: Values) -> Values:
+        """`k` elements from `offset` past the table's entries on; carries (x offset, address ahead, *sums)."""
         builder, a, step = self.builder, self.arguments, self.step
         panels = []
         for p in range(self.width):
@@ -172,27 +193,32 @@ class _TileEmitter:
 
         def steps_body(repeat: int, half: bool = False) -> Body:
             def body(index: Any, current: Sequence[Any]) -> Values:
-                x_at, w_at, *flat = current
+                x_at, ahead, w_at, *flat = current
                 nested = self.nested(flat)
                 for _ in range(repeat):
+                    for p in range(self.width):
+                        prefetch(builder, builder.inttoptr(builder.add(ahead, INT64(64 * p)), POINTER))
                     weights = [self.offset(panel, w_at) for panel in panels]
                     xs = [self.offset(row, x_at) for row in self.x_rows]
                     nested = step.emit(builder, nested, weights, xs, half)
                     x_at = builder.add(x_at, INT64(4 * step.k_per_step))
                     w_at = builder.add(w_at, a["step_stride"])
-                return [x_at, w_at, *(value for row in nested for value in row)]
+                    ahead = builder.add(ahead, a["ahead_stride"])
+                return [x_at, ahead, w_at, *(value for row in nested for value in row)]
 
             return body
 
-        carried = _loop(builder, unrolled, [x_offset, INT64(0), *sums], steps_body(step.unroll))
-        carried = _loop(builder, rest, carried, steps_body(1))
+        carried = [*carried[:2], INT64(0), *carried[2:]]
+        carried = loop(builder, unrolled, carried, steps_body(step.unroll))
+        carried = loop(builder, rest, carried, steps_body(1))
         if step.k_per_step == 2:
-            carried = _loop(builder, builder.and_(k, INT64(1)), carried, steps_body(1, half=True))
-        return carried[0], carried[2:]
+            carried = loop(builder, builder.and_(k, INT64(1)), carried, steps_body(1, half=True))
+        return [*carried[:2], *carried[3:]]
 
-    def write(self, sums: list[Values]) -> None:
+    def write(self, sums: list[Values], column: Any) -> None:
+        """Add bias and what is there, where asked to, and store; `column` is the group's offset in `out`."""
         builder, a = self.builder, self.arguments
-        out = builder.inttoptr(a["out"], POINTER)
+        out = builder.inttoptr(builder.add(a["out"], column), POINTER)
         addresses = [
             [
                 self.offset(out, builder.add(builder.mul(a["out_stride"], INT64(r)), INT64(64 * p)))
@@ -203,7 +229,7 @@ class _TileEmitter:
         flat = [value for row in sums for value in row]
 
         def add_bias(index: Any, current: Sequence[Any]) -> Values:
-            bias = builder.inttoptr(a["bias"], POINTER)
+            bias = builder.inttoptr(builder.add(a["bias"], column), POINTER)
             lanes = [builder.load(self.offset(bias, INT64(64 * p)), align=4, typ=FLOATS) for p in range(self.width)]
             return [builder.fadd(value, lanes[i % self.width]) for i, value in enumerate(current)]
 
@@ -215,8 +241,8 @@ class _TileEmitter:
             ]
 
         has_bias = builder.zext(builder.icmp_signed("!=", a["bias"], INT64(0)), INT64)
-        flat = _loop(builder, has_bias, flat, add_bias)
-        flat = _loop(builder, a["accumulate"], flat, add_existing)
+        flat = loop(builder, has_bias, flat, add_bias)
+        flat = loop(builder, a["accumulate"], flat, add_existing)
         for value, place in zip(flat, (address for row in addresses for address in row), strict=True):
             builder.store(value, place, align=4)
 

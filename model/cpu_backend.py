@@ -25,6 +25,9 @@ from .host import available_memory, usable_cpus
 from .program import Program, SelectRows
 from .weights import Checkpoint
 
+KV_LAYOUT_VERSION = 1
+"""Goes up with every change of a block's layout or of a kernel's arithmetic: stored blocks are computed anew then."""
+
 FORMATS = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
@@ -113,6 +116,11 @@ class CpuBackend:
     def description(self) -> str:
         weights, kv = FORMAT_NAMES[self._weight_format], FORMAT_NAMES[self._kv_format]
         return f"cpu, {self._isa.name} kernels, {weights} weights, {kv} KV, {self._num_threads} threads"
+
+    @property
+    def kv_layout(self) -> str:
+        weights, kv = FORMAT_NAMES[self._weight_format], FORMAT_NAMES[self._kv_format]
+        return f"cpu-{KV_LAYOUT_VERSION}-{self._isa.name}-{weights}-{kv}"
 
     @property
     def weights_bytes(self) -> int:

@@ -73,6 +73,10 @@ class NumpyBackend:
         return "numpy twin, float32, 1 thread"
 
     @property
+    def kv_layout(self) -> str:
+        return "numpy-float32"
+
+    @property
     def weights_bytes(self) -> int:
         return sum(weight.nbytes for weight in self.weights.values())
 

@@ -1,0 +1,104 @@
+"""What the processor can do at most, measured: fused multiply-adds from registers, and reads from memory."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from .machine_code import load_functions
+from .memory import INT64, POINTER
+from .tile import BYTE, Values, loop
+from .vectors import FLOATS, LANES, float_constant, multiply_add
+
+# Independent chains of 16 lanes: enough to hide the latency of every processor, few enough for 16 registers of 8.
+CHAINS = 6
+READS = 4
+WINDOW = 1 << 23  # bytes of one run
+
+Function = Callable[[int, int], None]
+
+
+def _peak_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
+    factor, addend = float_constant(0.999), float_constant(0.001)
+
+    def step(index: Any, sums: Sequence[Any]) -> Values:
+        return [multiply_add(builder, value, factor, addend) for value in sums]
+
+    return loop(builder, count, [float_constant(float(i)) for i in range(CHAINS)], step)
+
+
+def _read_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
+    """READS streams side by side, which is how most processors read fastest."""
+    start = builder.inttoptr(address, POINTER)
+    stream = builder.mul(count, INT64(64))
+
+    def step(index: Any, sums: Sequence[Any]) -> Values:
+        base = builder.mul(index, INT64(64))
+        offsets = [builder.add(base, builder.mul(stream, INT64(i))) for i in range(READS)]
+        places = [builder.gep(start, [offset], source_etype=BYTE) for offset in offsets]
+        loads = [builder.load(place, align=64, typ=FLOATS) for place in places]
+        return [builder.fadd(value, loaded) for value, loaded in zip(sums, loads, strict=True)]
+
+    return loop(builder, count, [float_constant(0.0)] * READS, step)
+
+
+def _module() -> ir.Module:
+    """`fma_peak(address, count)` and `read_all(address, count)`: the sums are stored so that nothing is dropped."""
+    module = ir.Module("kvpool_roofline")
+    for name, body in (("fma_peak", _peak_body), ("read_all", _read_body)):
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64, INT64]), name)
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        address, count = function.args
+        sums = body(builder, address, count)
+        total = sums[0]
+        for value in sums[1:]:
+            total = builder.fadd(total, value)
+        builder.store(total, builder.inttoptr(address, POINTER), align=64)
+        builder.ret_void()
+    return module
+
+
+class Roofline:
+    """Measures on `num_threads` threads at once. Every figure is the best of many short runs, because a run that shares
+    its processor with another process says nothing about the processor."""
+
+    def __init__(self, num_threads: int, buffer_bytes: int = 1 << 28) -> None:
+        addresses = load_functions(_module, ["fma_peak", "read_all"], None)
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+        self._peak, self._read = kind(addresses["fma_peak"]), kind(addresses["read_all"])
+        self._num_threads = num_threads
+        self._buffers = [_aligned(buffer_bytes // num_threads // WINDOW * WINDOW) for _ in range(num_threads)]
+
+    def flops(self) -> float:
+        """float32 operations per second (a multiply-add is two)."""
+        count = 200_000
+        return self._rate(self._peak, [0] * 100, count, 2.0 * LANES * CHAINS * count)
+
+    def read_bytes(self) -> float:
+        """Bytes per second read from memory: window after window of a buffer that no cache holds."""
+        windows = list(range(0, self._buffers[0].nbytes, WINDOW))
+        return self._rate(self._read, windows * 4, WINDOW // (64 * READS), float(WINDOW))
+
+    def _rate(self, function: Function, offsets: Sequence[int], count: int, amount: float) -> float:
+        best = np.inf
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            for offset in offsets:
+                start = time.perf_counter()
+                list(pool.map(lambda buffer, at=offset: function(buffer.ctypes.data + at, count), self._buffers))
+                best = min(best, time.perf_counter() - start)
+        return float(amount * self._num_threads / best)
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    """`size` touched zero bytes that start on a cache line."""
+    raw = np.zeros(size + 64, dtype=np.uint8)
+    raw[::4096] = 0
+    offset = -raw.ctypes.data % 64
+    return raw[offset : offset + size]
