@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.client.core import Core, EndOfStream, State
+from kvpool.client.core import Core, DaemonGone, EndOfStream, State
 from kvpool.client.errors import (
     Busy,
     ConnectionLost,
@@ -457,6 +457,7 @@ def test_a_lingering_request_goes_on_in_the_next_session(core: Core) -> None:
 
 def test_a_lingering_request_that_is_forgotten_there_fails(core: Core) -> None:
     stream = submit(core, linger_s=5.0)
+    arrive(core, Accepted(1, "r", 1))
     core.lost(GONE, now_s=100.0)
     welcome(core, epoch=2)
     arrive(core, Failed(2, "not_found", "no such request", request_id="r"))
@@ -489,6 +490,95 @@ def test_leaving_on_purpose_lets_nothing_linger(core: Core) -> None:
     core.abandon_all(GONE)
     assert stream.done
     assert not core.has_detached
+
+
+# ---- the daemon is restarted
+
+
+@pytest.fixture
+def patient() -> Core:
+    core = Core(reconnect_s=1.5, patience_s=30.0)
+    welcome(core)
+    return core
+
+
+def test_requests_wait_for_the_next_daemon(patient: Core) -> None:
+    stream = submit(patient)
+    arrive(patient, Accepted(1, "r", 1))
+    tokens(patient, 0, 3)
+    patient.lost(DaemonGone("killed"), now_s=100.0)
+    patient.expire(101.4)
+    welcome(patient, epoch=2)
+    assert said(patient) == [Attach("r", (3,), None)]
+    arrive(patient, Accepted(2, "r", 1))
+    tokens(patient, 2, 2, epoch=2)  # one of them again
+    arrive(patient, Finished(2, "r", 0, "stop", Usage()))
+    assert stream.result().token_ids == [0, 1, 2, 3]
+
+
+def test_where_no_daemon_comes_requests_fail_soon(patient: Core) -> None:
+    stream = submit(patient)
+    patient.lost(DaemonGone("killed"), now_s=100.0)
+    patient.expire(101.5)
+    with pytest.raises(ConnectionLost, match="killed"):
+        stream.result()
+
+
+def test_a_daemon_that_loads_its_model_is_waited_for(patient: Core) -> None:
+    stream = submit(patient)
+    patient.lost(DaemonGone("killed"), now_s=100.0)
+    patient.connected(now_s=101.0)
+    patient.expire(129.9)
+    assert patient.has_detached
+    patient.lost(DaemonGone("it crashed while it started"), now_s=120.0)
+    patient.expire(121.4)
+    assert patient.has_detached
+    patient.connected(now_s=121.4)
+    patient.expire(130.0)
+    with pytest.raises(ConnectionLost):
+        stream.result()
+
+
+@pytest.mark.parametrize("error", [GONE, Unsupported("the daemon speaks protocol 9")])
+def test_a_connection_that_ends_for_another_reason_is_an_error_at_once(patient: Core, error: KVPoolError) -> None:
+    stream = submit(patient)
+    patient.lost(error, now_s=100.0)
+    with pytest.raises(type(error)):
+        stream.result()
+
+
+def test_a_daemon_that_does_not_know_a_request_any_more(patient: Core) -> None:
+    stream = submit(patient)
+    arrive(patient, Accepted(1, "r", 1))
+    patient.lost(DaemonGone("killed"), now_s=100.0)
+    welcome(patient, epoch=2)
+    arrive(patient, Failed(2, "not_found", "no such request", request_id="r"))
+    with pytest.raises(ConnectionLost, match="killed; the daemon there now does not know the request"):
+        stream.result()
+
+
+def test_a_request_that_no_daemon_had_taken_is_sent_again_once(patient: Core) -> None:
+    stream = submit(patient, window=4)
+    patient.lost(DaemonGone("killed"), now_s=100.0)
+    welcome(patient, epoch=2)
+    assert said(patient) == [Attach("r", (0,), 4)]
+    arrive(patient, Failed(2, "not_found", "no such request", request_id="r"))
+    assert said(patient) == [Submit("r", prompt="x", credit=4)]
+    arrive(patient, Failed(2, "not_found", "no such sequence", request_id="r"))
+    with pytest.raises(NotFound):
+        stream.result()
+
+
+def test_an_end_that_comes_again_after_attaching_is_known(patient: Core) -> None:
+    stream = submit(patient, n=2)
+    arrive(patient, Accepted(1, "r", 2))
+    arrive(patient, Finished(1, "r", 0, "stop", Usage(), "tail"))
+    patient.lost(ShuttingDown("bye"), now_s=100.0)
+    welcome(patient, epoch=2)
+    arrive(patient, Accepted(2, "r", 2))
+    for sample in range(2):
+        arrive(patient, Finished(2, "r", sample, "stop", Usage(), "tail"))
+    assert [output.text for output in stream.result().outputs] == ["tail", "tail"]
 
 
 # ---- against a plain model
