@@ -76,7 +76,7 @@ class RateLimiter:
         tokens, at = self._level.get(uid, (capacity, now))
         tokens = min(capacity, tokens + (now - at) * tokens_per_s)
         self._level[uid] = (tokens, now)
-        return int(tokens)
+        return int(tokens + 1e-9)  # at the very moment that `ready_at` names, a token is allowed
 
     def spend(self, uid: int, tokens: int) -> None:
         """Take what `allowance` allowed."""

@@ -86,6 +86,11 @@ class Scheduler:
         """A sequence is queued or running."""
         return bool(self.roster.running or self.roster.queue)
 
+    @property
+    def expects_progress(self) -> bool:
+        """A sequence is queued or running whose owner has no rate limit that it might be waiting for."""
+        return any(self.limits.of(uid).tokens_per_s is None for uid in self.roster.counters.active)
+
     def check_admission(
         self, uid: int, num_prompt_tokens: int, max_tokens: int, n: int = 1, *, new: bool = True
     ) -> None:
