@@ -74,6 +74,10 @@ def pool_map() -> Question[PoolMap]:
     return _method("map", PoolMap.of)
 
 
+def watch_map() -> Question[dict[str, Any]]:
+    return _method("watch_map", _as_map)
+
+
 def fsck() -> Question[dict[str, Any]]:
     return _method("fsck", _as_map)
 

@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .client import Client
@@ -36,14 +36,15 @@ def add_commands(commands: Any) -> None:
 
 def top(options: argparse.Namespace) -> int:
     view = View(sort=options.sort)
-    live = not options.once and not options.json and sys.stdout.isatty() and sys.stdin.isatty()
+    on_screen = not options.once and not options.json and sys.stdout.isatty() and sys.stdin.isatty()
     with Client(options.address, client_name="kvpool top") as pool:
-        if live:
+        read = pool.pool_map if options.once else pool.live_map().read
+        if on_screen:
             with _raw_screen():
-                _watch(pool, view, max(0.1, options.interval))
+                _watch(pool, read, view, max(0.1, options.interval))
             return 0
         while True:
-            snapshot = pool.pool_map()
+            snapshot = read()
             if options.json:
                 print(json.dumps(as_json(snapshot)), flush=True)
             else:
@@ -74,10 +75,10 @@ def as_json(snapshot: PoolMap) -> dict[str, Any]:
     }
 
 
-def _watch(pool: Client, view: View, interval_s: float) -> None:
+def _watch(pool: Client, read: Callable[[], PoolMap], view: View, interval_s: float) -> None:
     history = History()
     while True:
-        snapshot = pool.pool_map()
+        snapshot = read()
         rows, speed = history.rows(snapshot, time.monotonic())
         until = time.monotonic() + interval_s
         while (left_s := until - time.monotonic()) > 0:

@@ -30,6 +30,7 @@ from .errors import (
     from_code,
 )
 from .lifeline import Frame, FrameKind, FrameReader, encode_frame
+from .map_segment import MapReader
 from .messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -108,6 +109,7 @@ class Core:
         self._frames = FrameReader()
         self._wants_arena = arena
         self._arena: SessionArena | None = None
+        self.pool_map: MapReader | None = None  # the daemon's, once it was asked to share it
         self._fds: deque[int] = deque()  # came over the lifeline, their frames not yet
         self._streams: dict[str, StreamState] = {}
         self._calls: dict[int, PendingCall] = {}
@@ -129,7 +131,7 @@ class Core:
         """The connection ended. Whoever waits is told, or (requests) goes on waiting for the next one."""
         self.outbox.clear()
         self.lifeline_outbox.clear()
-        self._leave_arena()
+        self._unmap_all()
         self.welcome = None
         self.last_error = error
         calls, self._calls = self._calls, {}
@@ -182,12 +184,10 @@ class Core:
         """Start a request. Raises InvalidArgument for a request_id in use, and what encode_checked raises."""
         if message.request_id in self._streams:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
-        self._send_request(message)
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
         stream.unaccepted = message
+        self._begin(stream, message)
         self._streams[message.request_id] = stream
-        if self._arena is not None:
-            self._arena.follow(stream)
         return stream
 
     def attach(self, request_id: str, window: int | None) -> StreamState:
@@ -245,8 +245,8 @@ class Core:
         if self.state is not State.DISCONNECTED:
             self.outbox.append(encode(Goodbye()))
 
-    def _send_request(self, message: Submit | Generate) -> None:
-        """Through the arena, as far as there is one."""
+    def _begin(self, stream: StreamState, message: Submit | Generate) -> None:
+        """Send what starts a request, through the arena as far as there is one."""
         if self._arena is None:
             return self._send(message)
         try:
@@ -254,6 +254,7 @@ class Core:
         except KVPoolError:
             self._arena.settle(message.request_id)
             raise
+        self._arena.follow(stream)
 
     def _send(self, message: ClientMessage) -> None:
         if self.state is not State.READY or self.welcome is None:
@@ -302,6 +303,8 @@ class Core:
             self._enter(State.READY)
         elif frame.kind is FrameKind.ARENA and self.state is State.TYING and self._wants_arena:
             self._enter_arena()
+        elif frame.kind is FrameKind.POOL_MAP and self.state is State.READY:
+            self._map_pool()
         elif frame.kind is FrameKind.REFUSED:
             raise ConnectionLost(f"the daemon refused the lifeline: {frame.payload.decode(errors='replace')}")
         else:
@@ -315,9 +318,23 @@ class Core:
             finally:
                 os.close(fd)
 
-    def _leave_arena(self) -> None:
+    def _map_pool(self) -> None:
+        if not self._fds:
+            raise ConnectionLost("this process has no descriptor left for the pool map")
+        fd, before = self._fds.popleft(), self.pool_map
+        try:
+            self.pool_map = MapReader(fd)
+        finally:
+            os.close(fd)
+            if before is not None:
+                before.close()
+
+    def _unmap_all(self) -> None:
         while self._fds:
             os.close(self._fds.popleft())
+        if self.pool_map is not None:
+            self.pool_map.close()
+            self.pool_map = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -351,7 +368,7 @@ class Core:
         if stream.resuming and isinstance(error, NotFound):
             if stream.unaccepted is not None:  # it was never taken: the last daemon had no time
                 stream.resuming = False
-                self.outbox.append(encode(stream.unaccepted))
+                self._begin(stream, stream.unaccepted)
                 return
             if not stream.linger_s:
                 error = ConnectionLost(f"{self.last_error}; the daemon there now does not know the request")

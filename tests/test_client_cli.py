@@ -23,7 +23,7 @@ from kvpool.client import cli, cli_doctor, cli_tools
 from kvpool.client.errors import InvalidArgument
 from kvpool.client.figures import parse_size, show_bytes, show_count, show_duration, show_share
 from kvpool.client.pool_map import PoolMap
-from kvpool.client.protocol import Call, Cancel, Reply, Submit, pack_token_ids
+from kvpool.client.protocol import Call, Cancel, Failed, Reply, Submit, pack_token_ids
 from kvpool.client.terminal import Column, Terminal, clip, safe, table, width_of
 from kvpool.client.top_view import History, View, draw
 from tests.support.fake_daemon import FakeDaemon, Peer, count_up, refuse, trickle
@@ -69,7 +69,9 @@ def answers(peer: Peer, message: Any) -> None:
         "reload": {"changed": ["max_clients"]},
         "fsck": {"consistent": False, "error": "block 3 has two owners"},
     }
-    if isinstance(message, Call):
+    if isinstance(message, Call) and message.method == "watch_map":
+        peer.send(Failed(peer.epoch, "unsupported", "no map is shared", call_id=message.call_id))
+    elif isinstance(message, Call):
         peer.send(Reply(peer.epoch, message.call_id, values.get(message.method, {})))
     else:
         count_up(peer, message)
