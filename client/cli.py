@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import cli_admin, cli_chat, cli_doctor, cli_generate, cli_ps, cli_stats, cli_tools, cli_top
+from . import cli_admin, cli_chat, cli_doctor, cli_generate, cli_ps, cli_stats, cli_status, cli_tools, cli_top
 from .errors import KVPoolError
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 0, 1, 2, 130, 141
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (cli_generate, cli_chat, cli_ps, cli_top, cli_stats, cli_admin, cli_doctor, cli_tools):
+    for module in (cli_generate, cli_chat, cli_ps, cli_top, cli_status, cli_stats, cli_admin, cli_doctor, cli_tools):
         module.add_commands(commands)
     return top
 

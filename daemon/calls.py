@@ -17,6 +17,7 @@ from ..client.schema import Mismatch, Name, Spec, Text
 from ..client.token_ids import PackedTokenIds
 from .block_pool import NOBODY
 from .clients import Clients
+from .health import health_of, why_it_waits
 from .request import Request, Sample
 from .sequence import Sequence
 from .sequence_objects import SequenceObject
@@ -117,10 +118,14 @@ def stats(clients: Clients) -> dict[str, Any]:
     engine = clients.engine
     scheduler, pool = engine.scheduler, engine.scheduler.pool
     cached = pool.num_cached
+    healthy, health_reason = health_of(engine, clients.config.health_limit_s, clients.now)
     return engine.metrics.snapshot(clients.now) | {
         **(engine.journal.stats() if engine.journal else {"journal": "off"}),
         "epoch": engine.epoch,
         "model": clients.model_name,
+        "healthy": healthy,
+        "health_reason": health_reason,
+        "no_progress_s": engine.no_progress_s(clients.now),
         "draining": clients.draining,
         "in_flight_s": engine.in_flight_s(clients.now),
         "block_size": pool.block_size,
@@ -167,6 +172,7 @@ def _row_of_sample(clients: Clients, request: Request, sample: Sample) -> dict[s
 
 def _row(clients: Clients, sequence: Sequence, name: str, session: object, since: float) -> dict[str, Any]:
     holder = session if isinstance(session, Session) else None
+    health = health_of(clients.engine, clients.config.health_limit_s, clients.now)
     return {
         "sequence_id": sequence.sequence_id,
         "request_id": name,
@@ -176,7 +182,7 @@ def _row(clients: Clients, sequence: Sequence, name: str, session: object, since
         "pid": holder.peer.pid if holder else 0,
         "client_name": holder.client_name if holder else "",
         "state": "idle" if sequence.idle else sequence.state.value,
-        "wait_reason": "" if sequence.idle else sequence.wait_reason,
+        "wait_reason": why_it_waits(sequence, clients.engine, health, clients.now),
         "num_tokens": sequence.num_tokens,
         "num_prompt_tokens": sequence.num_prompt_tokens,
         "num_computed_tokens": sequence.num_computed_tokens,

@@ -104,6 +104,12 @@ class Config:
         "how long a session may own sequences before its lifeline is connected",
         reloadable=True,
     )
+    health_limit_s: float = option(
+        30.0,
+        number(0.1, 86_400.0, "SECONDS"),
+        "unhealthy, and the watchdog not fed, when there is work and no step has finished for so long",
+        reloadable=True,
+    )
     drain_timeout_s: float = option(
         30.0, number(0.0, 86_400.0, "SECONDS"), "how long SIGTERM waits for running sequences", reloadable=True
     )

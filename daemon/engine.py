@@ -70,6 +70,7 @@ class Engine:
         self._changed = False  # something happened since the scheduler last had nothing to do
         self._wake_at: float | None = None
         self._failures = 0  # steps in a row
+        self._work_since: float | None = None  # there is work, and no step has finished since then
 
     @property
     def in_flight(self) -> bool:
@@ -79,6 +80,10 @@ class Engine:
     def in_flight_s(self, now: float) -> float:
         """How long the device has been working on its step."""
         return 0.0 if self._plan is None else now - self._launched_at
+
+    def no_progress_s(self, now: float) -> float:
+        """How long there has been work without a step that finished."""
+        return 0.0 if self._work_since is None else now - self._work_since
 
     @property
     def idle(self) -> bool:
@@ -205,6 +210,10 @@ class Engine:
         self._flush()
         if self.journal is not None:
             self.journal.commit(now)  # before anybody is told
+        if not self.in_flight and not self.scheduler.expects_progress:
+            self._work_since = None
+        elif self._work_since is None:
+            self._work_since = now
 
     def _collect(self, now: float) -> None:
         plan, self._plan = self._plan, None
@@ -216,7 +225,7 @@ class Engine:
         except RuntimeError as error:
             self._fail(plan, error)
             return
-        self._failures = 0
+        self._failures, self._work_since = 0, None
         self.metrics.step(plan.num_tokens, self.runner.last_step_s)
         sampled = self._take_tokens(plan, result, now)
         for sequence in self.scheduler.update(plan, sampled):

@@ -28,6 +28,7 @@ import zmq
 from .clients import Clients
 from .endpoint import Endpoint
 from .engine import Engine
+from .health import health_of
 from .parcels import Sent
 from .service import Manager
 from .sessions import Peer, Sessions
@@ -127,6 +128,7 @@ class Server:
         self._stop_at: float | None = None  # draining: when to give up waiting
         self._audit_due: float | None = None
         self._last_audit = 0.0
+        self._was_healthy = True
         self._slow_retry_s = SLOW_RETRY_S
         for fd in (self._router_fd, endpoint.lifelines.fileno(), signals.fileno(), engine.runner.fileno()):
             poller.watch(fd)
@@ -229,11 +231,17 @@ class Server:
     def _feed_watchdog(self) -> None:
         """Tell the manager that all is well, while it is: health is progress, and a step that hangs is none."""
         period_s = self._manager.watchdog_s
-        if period_s is not None:
-            now = time.monotonic()
-            if self._engine.in_flight_s(now) < period_s:
-                self._manager.watchdog()
-            self._timers.at(now + period_s / 3, self._feed_watchdog)
+        if period_s is None:
+            return
+        now = time.monotonic()
+        healthy, reason = health_of(self._engine, self._clients.config.health_limit_s, now)
+        if healthy:
+            self._manager.watchdog()
+        if healthy != self._was_healthy:
+            self._was_healthy = healthy
+            log.log(logging.INFO if healthy else logging.ERROR, "%s", reason or "steps finish again")
+            self._manager.status(reason or "serving")
+        self._timers.at(now + period_s / 3, self._feed_watchdog)
 
     def _audit(self, now: float) -> None:
         """Hold the books against themselves once the daemon has been at rest for a moment, but not too often."""

@@ -117,13 +117,14 @@ def test_the_ledger_adds_up() -> None:
 
 
 def test_the_watchdog_is_fed_while_all_is_well_and_starves_while_a_step_hangs() -> None:
-    daemon = DaemonProcess("stuck", drain_timeout_s=0)
+    daemon = DaemonProcess("stuck", drain_timeout_s=0, health_limit_s=0.3)
     daemon.environ = {"WATCHDOG_USEC": "300000"}
     with daemon, daemon.client() as client:
         assert next(daemon.told(5.0)) == "WATCHDOG=1"
         stream = client.submit("The sea", max_tokens=4)
         assert client.stats()["in_flight_s"] >= 0.0
-        list(daemon.told(0.5))  # a period after the step began, it is not fed any more
+        told = list(daemon.told(0.6))  # health_limit_s after the step began, it is not fed any more
+        assert any(line.startswith("STATUS=no step has finished for") for line in told)
         assert list(daemon.told(0.5)) == []
         assert client.stats()["in_flight_s"] > 0.5
         stream.cancel()
