@@ -39,12 +39,14 @@ from .prefix_cache import PrefixCache
 from .recovery import make_journal, take_up_all
 from .reservation import Reservation
 from .scheduler import Scheduler
+from .scrapes import Page, Scrapes, health_page, open_listener
 from .server import Poller, Server, Signals
 from .service import Manager, inherited_fds
 from .sessions import Sessions
 from .step_runner import StepRunner
 from .text import Text
 from .timers import Timers
+from .users import is_admin
 
 log = logging.getLogger("kvpool.daemon")  # __name__ is "__main__" here, and would be nobody's child
 
@@ -214,7 +216,31 @@ def _assemble(
     server = Server(
         endpoint, engine, clients, sessions, timers, poller, signals, manager, reload=reloader.reload_by_signal
     )
+    if config.metrics_address:
+        server.scrapes = _open_scrapes(config, clients, timers, poller)
+        stack.callback(server.scrapes.close)
     return server
+
+
+def _open_scrapes(config: Config, clients: Clients, timers: Timers, poller: Poller) -> Scrapes:
+    """Where Prometheus reads. What renders its text is imported here: it takes longer than the rest of a start."""
+    from .exposition import CONTENT_TYPE, Exposition
+
+    text = {whole: Exposition(clients, __version__, with_users=whole) for whole in (False, True)}
+    pages = {
+        "/metrics": lambda is_admin: Page(200, CONTENT_TYPE, text[is_admin].render()),
+        "/health": lambda is_admin: health_page(clients),
+    }
+    scrapes = Scrapes(
+        open_listener(config),
+        pages,
+        timers,
+        is_admin=lambda peer: is_admin(peer, clients.config.admin_group),
+        watch=poller.watch,
+        unwatch=poller.unwatch,
+    )
+    log.info("figures at %s", config.metrics_address)
+    return scrapes
 
 
 class Reloader:

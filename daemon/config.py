@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .limits import OwnerLimits, SchedulerLimits
-from .options import MODE, SWITCH, ConfigError, Option, choice, number, option, options, quote, size, text, whole
+from .options import LISTEN, MODE, SWITCH, ConfigError, Option, choice, number, option, options, quote, size, text, whole
 
 FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S")
 """Names in the environment that begin like ours and are read by somebody else: command line, model room, clients."""
@@ -131,6 +131,11 @@ class Config:
     socket_group: str = option("", text("GROUP"), "group of the sockets; empty: the daemon's own")
     admin_group: str = option(
         "", text("GROUP"), "members may drain, reload, resize and cancel for others", reloadable=True
+    )
+    metrics_address: str = option(
+        "",
+        LISTEN,
+        "where Prometheus reads the figures (/metrics) and probes the health (/health); empty: nowhere",
     )
     log_level: str = option(
         "info", choice("debug", "info", "warning", "error"), "least severe line that is logged", reloadable=True

@@ -99,10 +99,10 @@ def _router(context: zmq.Context[zmq.Socket[bytes]], config: Config) -> zmq.Sock
 
 
 def _bind(router: zmq.Socket[bytes], path: Path, config: Config) -> socket.socket:
-    gid = _group(config.socket_group)
+    gid = group_id(config.socket_group)
     life = _beside(path, LIFELINE_SUFFIX)
     for stale in (path, life):
-        _remove_stale(stale)
+        remove_stale(stale)
     lifelines = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)  # born closed, opened on purpose below
     try:
@@ -191,7 +191,7 @@ def _make_directory(directory: Path) -> None:
         ) from None
 
 
-def _remove_stale(path: Path) -> None:
+def remove_stale(path: Path) -> None:
     """A socket that a killed daemon left; the lock proves that nobody serves it. Anything else stays untouched."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -199,7 +199,8 @@ def _remove_stale(path: Path) -> None:
         path.unlink()
 
 
-def _group(name: str) -> int | None:
+def group_id(name: str) -> int | None:
+    """Of a group's name or number; None: none is wished for. Raises ConfigError."""
     if not name:
         return None
     try:

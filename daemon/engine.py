@@ -24,6 +24,7 @@ from ..model.batch import StepResult
 from .journal import Journal
 from .journal_records import KnownRequest
 from .metrics import Metrics
+from .observations import note_occupancy, note_plan, note_token
 from .request import Request, Sample, Token
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -206,7 +207,7 @@ class Engine:
         if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
             self._schedule(now)
             if self.in_flight:
-                self.metrics.host_s.append(time.perf_counter() - begin)
+                self.metrics.host_s.observe(time.perf_counter() - begin)
         self._flush()
         if self.journal is not None:
             self.journal.commit(now)  # before anybody is told
@@ -252,9 +253,7 @@ class Engine:
                 sample.count(token_ids[row])
             sampled[chunk.sequence.sequence_id] = token_ids[row]
             self._to_flush[sample] = None
-            if sample.request.first_token_at is None:
-                sample.request.first_token_at = now
-                self.metrics.ttft_s.append(now - sample.request.arrival)
+            note_token(self.metrics, sample, now)
         return sampled
 
     def _schedule(self, now: float) -> None:
@@ -276,6 +275,7 @@ class Engine:
                 else:
                     self.runner.move(plan)
                     self.scheduler.update(plan, {})
+                note_plan(self.metrics, plan, self._samples, now)
             except RuntimeError as error:
                 self._fail(plan, error)
 
@@ -321,7 +321,7 @@ class Engine:
 
     def _pause(self, sample: Sample, reason: str) -> None:
         if self._is_live(sample) and not sample.paused:
-            sample.paused = True
+            sample.paused, sample.last_token_at = True, None
             self.scheduler.pause(sample.sequence, reason)
             self.runner.release(sample)
             self._notice(sample, "paused", reason)
@@ -350,7 +350,7 @@ class Engine:
         if not self._to_flush:
             return
         self._to_flush = {sample: None for sample in list(self._to_flush) if not self._give_out(sample)}
-        self.metrics.occupancy(*_occupancy(self.scheduler))
+        note_occupancy(self.metrics, self.scheduler)
 
     def _give_out(self, sample: Sample) -> bool:
         """The sample's fresh tokens with their text, and the end if it has come. False: the end is said a step later.
@@ -393,15 +393,3 @@ def _sampling_chunks(plan: StepPlan) -> Iterable[Chunk]:
 def _top(result: StepResult, row: int, count: int) -> tuple[tuple[int, float], ...]:
     """The row's best candidates, (token_id, logprob), best first."""
     return tuple(zip(result.top_tokens[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True))
-
-
-def _occupancy(scheduler: Scheduler) -> tuple[int, int]:
-    """KV slots of the blocks in use, and how many of them hold a token. Only tails are partly filled."""
-    size = scheduler.pool.block_size
-    allocated = scheduler.pool.num_used * size
-    empty = sum(
-        len(sequence.block_table) * size - sequence.num_computed_tokens
-        for sequence in scheduler.roster.sequences.values()
-        if sequence.block_table
-    )
-    return allocated, max(0, allocated - empty)

@@ -1,12 +1,18 @@
-"""What the daemon counts: plain numbers, added up where things happen, read by `stats`; nothing kept per request."""
+"""What the daemon counts: plain numbers, added up where things happen, read by `stats` and by whoever scrapes;
+nothing kept per request."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
-RECENT_STEPS = 256
+RECENT = 256
+
+WAITS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+HOST_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -15,9 +21,33 @@ def percentile(values: Iterable[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
+class Distribution:
+    """Durations in seconds: all of them counted in buckets, and the last few hundred as they were."""
+
+    def __init__(self, bounds: Sequence[float] = WAITS_S) -> None:
+        """`bounds`: upper ends of the buckets, inclusive; one without an end follows."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum_s = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum_s += seconds
+        self._recent.append(seconds)
+
+    def percentile(self, share: float) -> float:
+        """Of the last few hundred."""
+        return percentile(self._recent, share)
+
+    def cumulative(self) -> Iterator[tuple[float, int]]:
+        """(bound, how many were at most that); the last bound is infinite."""
+        return zip((*self.bounds, float("inf")), accumulate(self.counts), strict=True)
+
+
 @dataclass(slots=True)
 class Metrics:
-    """Totals since the start, and the last few hundred of what is better seen as a distribution."""
+    """Totals since the start, and distributions of what people wait for."""
 
     started_at: float  # monotonic seconds
     requests_total: int = 0
@@ -27,21 +57,25 @@ class Metrics:
     cached_tokens_total: int = 0
     steps_total: int = 0
     step_tokens_total: int = 0
+    swapped_out_blocks_total: int = 0
+    swapped_in_blocks_total: int = 0
     messages_total: int = 0
     garbage_total: int = 0  # messages that could not be read
     sessions_total: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # samples by finish_reason
     refused: Counter[str] = field(default_factory=Counter)  # requests and calls by error code
-    step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # launch to collect
-    host_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # a step's end to the next launch
-    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # arrival to the first token
+    step_s: Distribution = field(default_factory=Distribution)  # launch to collect
+    host_s: Distribution = field(default_factory=lambda: Distribution(HOST_S))  # a step's end to the next launch
+    queue_s: Distribution = field(default_factory=Distribution)  # a sample's arrival to its first step
+    ttft_s: Distribution = field(default_factory=Distribution)  # a request's arrival to its first token
+    itl_s: Distribution = field(default_factory=Distribution)  # between two tokens of a sample that was not paused
     slots_allocated_total: int = 0  # summed over steps: KV slots of the blocks in use
     slots_filled_total: int = 0  # summed over steps: those that hold a token
 
     def step(self, tokens: int, step_s: float) -> None:
         self.steps_total += 1
         self.step_tokens_total += tokens
-        self.step_s.append(step_s)
+        self.step_s.observe(step_s)
 
     def occupancy(self, slots_allocated: int, slots_filled: int) -> None:
         self.slots_allocated_total += slots_allocated
@@ -70,9 +104,11 @@ class Metrics:
             "sessions_total": self.sessions_total,
             "finished_total": dict(self.finished),
             "refused_total": dict(self.refused),
-            "step_ms": 1e3 * percentile(self.step_s, 0.5),
-            "step_p99_ms": 1e3 * percentile(self.step_s, 0.99),
-            "host_ms": 1e3 * percentile(self.host_s, 0.5),
-            "ttft_ms": 1e3 * percentile(self.ttft_s, 0.5),
+            "step_ms": 1e3 * self.step_s.percentile(0.5),
+            "step_p99_ms": 1e3 * self.step_s.percentile(0.99),
+            "host_ms": 1e3 * self.host_s.percentile(0.5),
+            "queue_ms": 1e3 * self.queue_s.percentile(0.5),
+            "ttft_ms": 1e3 * self.ttft_s.percentile(0.5),
+            "itl_ms": 1e3 * self.itl_s.percentile(0.5),
             "kv_waste_ratio": self.kv_waste_ratio,
         }

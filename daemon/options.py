@@ -185,6 +185,21 @@ def size(*, auto: bool = False) -> Kind:
     return Kind("SIZE|auto" if auto else "SIZE", parse, _show_or_auto(show), "a size" + (" or auto" if auto else ""))
 
 
+def split_loopback(value: str) -> tuple[str, int] | None:
+    """Host and port of "127.0.0.1:9464" or "[::1]:9464"; None for anything else."""
+    match = re.fullmatch(r"(127\.0\.0\.1|\[::1\]):([0-9]{1,5})", value)
+    return (match[1].strip("[]"), int(match[2])) if match and 0 < int(match[2]) < 65536 else None
+
+
+def _parse_listen(value: object) -> str:
+    if isinstance(value, str) and "\0" not in value and (not value or value.startswith("/") or split_loopback(value)):
+        return value
+    raise ValueError('set it to the path of a Unix socket, to a loopback port such as "127.0.0.1:9464", or to ""')
+
+
+LISTEN = Kind("PATH|HOST:PORT", _parse_listen, quote, "the path of a Unix socket, or 127.0.0.1:PORT, or empty")
+
+
 def _parse_mode(value: object) -> int:
     if isinstance(value, str) and re.fullmatch(r"(0o)?[0-7]{3,4}", value):
         value = int(value.removeprefix("0o"), 8)

@@ -90,6 +90,8 @@ class Sample:
     has_penalties: bool = False  # the tokens so far change the odds of the next
     slot: int = -1  # its row in the step builder while it is running
     paused: bool = False
+    launched: bool = False  # has been in a step
+    last_token_at: float | None = None  # monotonic seconds; None: nobody waits for the next one since then
     fresh: list[Token] = field(default_factory=list)  # computed, not yet given out
     num_sent: int = 0
     finish_reason: str | None = None  # once its answer has ended; its sequence may go on with another one

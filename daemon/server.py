@@ -30,6 +30,7 @@ from .endpoint import Endpoint
 from .engine import Engine
 from .health import health_of
 from .parcels import Sent
+from .scrapes import Scrapes
 from .service import Manager
 from .sessions import Peer, Sessions
 from .timers import Timers
@@ -124,6 +125,7 @@ class Server:
         self._signals = signals
         self._manager = manager
         self._reload = reload
+        self.scrapes: Scrapes | None = None
         self._router_fd = int(self._router.getsockopt(zmq.FD))
         self._stop_at: float | None = None  # draining: when to give up waiting
         self._audit_due: float | None = None
@@ -179,6 +181,8 @@ class Server:
         for fd in ready - known:
             if fd == listener.fileno():
                 self._accept(listener)
+            elif self.scrapes is not None and fd in self.scrapes:
+                self.scrapes.handle(fd)
             elif (ended := self._sessions.read(fd)) is not None:
                 self._clients.settle(ended)
         for _ in range(MESSAGES_PER_TURN):
