@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.errors import Busy, InvalidArgument, KVPoolError, NeverFits, TooLong, Unsupported
+from kvpool.client.errors import Busy, InvalidArgument, KVPoolError, NeverFits, TooLong
 from kvpool.daemon.engine import DeviceLost
 from kvpool.daemon.request import Request, sample_seed
 from kvpool.model.backend import Backend, BackendLimits
@@ -134,7 +134,7 @@ def test_max_tokens_zero_only_computes_the_prompt(engine: Harness) -> None:
         (PROMPT, {"allowed_token_ids": [384]}, InvalidArgument, "allowed_token_ids"),
         (PROMPT, {"stop_token_ids": [2**31 - 1]}, InvalidArgument, "stop_token_ids"),
         (PROMPT, {"allowed_token_ids": [2], "min_tokens": 1}, InvalidArgument, "allowed_token_ids"),
-        (PROMPT, {"prompt_logprobs": 1}, Unsupported, "prompt_logprobs"),
+        (PROMPT, {"pooling": "mean"}, InvalidArgument, "pooling"),
         (PROMPT, {"keep": True, "n": 2}, InvalidArgument, "keep"),
     ],
 )

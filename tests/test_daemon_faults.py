@@ -92,7 +92,6 @@ def submit(**params: Any) -> bytes:
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": 385}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"logit_bias": [[384, 1.0]]}, "logit_bias"),
         ({"logit_bias": [[-1, 1.0]]}, "logit_bias"),
         ({"logit_bias": [[2**31, 1.0]]}, "logit_bias"),
