@@ -197,6 +197,14 @@ class AsyncClient:
         new_name = new_id() if sequence_id is None else sequence_id
         return AsyncSequence(self, new_name, await self._ask(calls.restore(new_name, name)), keep=False)
 
+    async def snapshots(self) -> list[dict[str, Any]]:
+        """As `Client.snapshots`."""
+        return await self._ask(calls.snapshots())
+
+    async def discard(self, name: str) -> None:
+        """As `Client.discard`."""
+        await self._ask(calls.discard(name))
+
 
 class AsyncSequence:
     """As `Sequence`, for asyncio."""

@@ -150,6 +150,14 @@ def restore(sequence_id: str, name: str) -> Question[int]:
     return Question("restore", lambda call_id: Restore(call_id, sequence_id, name), _num_tokens)
 
 
+def snapshots() -> Question[list[dict[str, Any]]]:
+    return _method("snapshots", rows_of)
+
+
+def discard(name: str) -> Question[dict[str, Any]]:
+    return _method("discard", _as_map, {"name": name})
+
+
 def share(sequence_id: str, uid: int | None, gid: int | None) -> Question[dict[str, Any]]:
     return Question("share", lambda call_id: Share(call_id, sequence_id, uid, gid), _as_map)
 

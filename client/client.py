@@ -215,6 +215,14 @@ class Client:
         new_name = new_id() if sequence_id is None else sequence_id
         return Sequence(self, new_name, self._ask(calls.restore(new_name, name)), keep=False)
 
+    def snapshots(self) -> list[dict[str, Any]]:
+        """What this user has saved: `name`, `size` in bytes, `saved_at` in seconds since 1970."""
+        return self._ask(calls.snapshots())
+
+    def discard(self, name: str) -> None:
+        """Remove what `save(name)` stored."""
+        self._ask(calls.discard(name))
+
 
 class Sequence:
     """A sequence in the daemon: tokens, their blocks, and a name. A context manager that closes it unless kept."""

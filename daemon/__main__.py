@@ -24,6 +24,7 @@ from ..model.errors import ModelError
 from ..model.loading import LoadedModel, load_model
 from . import config as configuration
 from .arenas import layout_for
+from .background import Background
 from .block_pool import BlockPool
 from .calls import Calls
 from .clients import Clients
@@ -43,6 +44,9 @@ from .scrapes import Page, Scrapes, health_page, open_listener
 from .server import Poller, Server, Signals
 from .service import Manager, inherited_fds
 from .sessions import Sessions
+from .snapshot_file import Suitability
+from .snapshot_service import SnapshotService
+from .snapshots import SnapshotStore, state_directory
 from .step_runner import StepRunner
 from .text import Text
 from .timers import Timers
@@ -136,7 +140,7 @@ def serve(
         backend = make_backend(config, model, limits, _reporter(manager))
         stack.callback(backend.close)
         ledger = _allocate(config, limits, backend)
-        server = _assemble(config, model, limits, ledger, backend, endpoint, manager, stack, load_again)
+        server = _assemble(config, environ, model, limits, ledger, backend, endpoint, manager, stack, load_again)
         log.info("%s", backend.description)
         log.info("ready after %.1f s: %s on %s", time.monotonic() - started, model.name, path)
         manager.ready(f"serving {model.name} on {path}")
@@ -146,6 +150,7 @@ def serve(
 
 def _assemble(
     config: Config,
+    environ: Mapping[str, str],
     model: LoadedModel,
     limits: BackendLimits,
     ledger: Ledger,
@@ -187,6 +192,19 @@ def _assemble(
     stack.callback(sessions.hang_up_all)
     # After what was sent last has left, so that a client reads its end before it sees the lifeline hang up.
     stack.callback(endpoint.close)
+    background = Background()
+    stack.callback(background.close)
+    store = SnapshotStore(
+        state_directory(config.state_directory, environ),
+        Suitability(
+            model_hash=model.model_hash,
+            kv_layout=backend.kv_layout,
+            block_size=config.block_size,
+            block_bytes=backend.block_bytes,
+            vocab_size=model.config.vocab_size,
+            max_model_len=limits.max_model_len,
+        ),
+    )
     reloader = Reloader(config, load_again, limits.max_model_len, scheduler, journal)
     clients = Clients(
         config,
@@ -195,7 +213,7 @@ def _assemble(
         sessions,
         timers,
         send=lambda routing_id, data: server.send(routing_id, data),
-        calls=Calls(lambda: server.drain(), lambda: reloader.reload()),
+        calls=Calls(lambda: server.drain(), lambda: reloader.reload(), store),
         limits=ServerLimits(
             max_message_bytes=config.max_message_bytes,
             max_model_len=limits.max_model_len,
@@ -210,11 +228,21 @@ def _assemble(
         version=__version__,
     )
     reloader.clients = clients
+    clients.handlers |= SnapshotService(clients, store, background).handlers
     if journal is not None:
         clients.now = time.monotonic()
         take_up_all(journal, clients)
     server = Server(
-        endpoint, engine, clients, sessions, timers, poller, signals, manager, reload=reloader.reload_by_signal
+        endpoint,
+        engine,
+        clients,
+        sessions,
+        timers,
+        poller,
+        signals,
+        manager,
+        background,
+        reload=reloader.reload_by_signal,
     )
     if config.metrics_address:
         server.scrapes = _open_scrapes(config, clients, timers, poller)

@@ -22,6 +22,7 @@ from .request import Request, Sample
 from .sequence import Sequence
 from .sequence_objects import SequenceObject
 from .sessions import Peer, Session
+from .snapshots import SnapshotStore, check_name
 from .users import is_admin, user_name
 
 BLOCK_FREE, BLOCK_USED, BLOCK_CACHED = 0, 1, 2
@@ -30,17 +31,22 @@ HIDDEN = -2
 
 
 class Calls:
-    """Answers calls. `drain` and `reload` are the daemon's own functions."""
+    """Answers calls. `drain` and `reload` are the daemon's own functions; without `snapshots` there are none."""
 
-    def __init__(self, drain: Callable[[], None], reload: Callable[[], list[str]]) -> None:
+    def __init__(
+        self, drain: Callable[[], None], reload: Callable[[], list[str]], snapshots: SnapshotStore | None = None
+    ) -> None:
         self._drain = drain
         self._reload = reload
+        self._snapshots = snapshots
         self._methods: dict[str, Callable[[Clients, Session, Mapping[str, Any]], Any]] = {
             "stats": self._answer_stats,
             "ps": self._answer_ps,
             "map": self._answer_map,
             "fsck": self._answer_fsck,
             "cancel": self._answer_cancel,
+            "snapshots": self._answer_snapshots,
+            "discard": self._answer_discard,
             "tokenize": self._answer_tokenize,
             "detokenize": self._answer_detokenize,
             "drain": self._answer_drain,
@@ -90,6 +96,21 @@ class Calls:
             else:
                 clients.sequences.close(item)
         return {"cancelled": len(own or found)}
+
+    def _answer_snapshots(
+        self, clients: Clients, session: Session, arguments: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        return [stored._asdict() for stored in self._store().stored(session.peer.uid)]
+
+    def _answer_discard(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        name = _argument(arguments, "name", Name(max_bytes=128))
+        self._store().discard(session.peer.uid, check_name(name))
+        return {"discarded": name}
+
+    def _store(self) -> SnapshotStore:
+        if self._snapshots is None:
+            raise Unsupported("this daemon keeps no snapshots", field="method")
+        return self._snapshots
 
     def _answer_tokenize(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         text = _argument(arguments, "text", Text(MAX_PROMPT_BYTES))

@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..client.errors import Busy, InvalidArgument, KVPoolError, NotFound, ProtocolError, ShuttingDown, Unsupported
+from ..client.errors import (
+    Busy,
+    InternalError,
+    InvalidArgument,
+    KVPoolError,
+    NotFound,
+    ProtocolError,
+    ShuttingDown,
+    Unsupported,
+)
 from ..client.protocol import (
     Accepted,
     Attach,
@@ -38,6 +47,7 @@ from ..client.protocol import (
 )
 from .config import Config
 from .engine import Engine, Output
+from .lingering import Lingering
 from .metrics import Metrics
 from .parcels import Letter, Parcel, RingTokens, Send, Sent
 from .request import Request
@@ -52,9 +62,6 @@ log = logging.getLogger(__name__)
 
 MAX_OUTBOX = 4096
 """Messages held for one session that does not read: its sequences pause at the first, a flood of calls ends it."""
-
-MAX_LINGERING = 4096
-"""Requests kept for clients that may come back; beyond that the oldest that are over go first."""
 
 SLOW_READER = "its client does not read"
 
@@ -90,11 +97,9 @@ class Clients:
         self.model_name = model_name
         self._version = version
         self._codec_limits = CodecLimits(limits.max_message_bytes, max_array_items=4096, max_map_items=1024)
-        self._lingering: dict[tuple[int, str], Request] = {}  # by uid and request_id: those without a session
-        self._linger_until: dict[tuple[int, str], float] = {}
-        self._set_aside: dict[tuple[int, str], str] = {}  # requests of an earlier daemon that cannot go on, and why
+        self._lingering = Lingering(engine, timers)
         self._slow: dict[Session, None] = {}  # have an outbox
-        self._handlers: dict[type[Any], Callable[[Session, Any], None]] = {
+        self.handlers: dict[type[Any], Callable[[Session, Any], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
             Credit: self._credit,
@@ -123,7 +128,7 @@ class Clients:
                 pass  # its lifeline hung up before its last word was read
             elif session is None:
                 raise NotFound("there is no session: say hello first", field="session")
-            elif handler := self._handlers.get(type(message)):
+            elif handler := self.handlers.get(type(message)):
                 handler(session, message)
             else:
                 raise Unsupported(f"this daemon does not serve {type(message).__name__}", field="type")
@@ -133,11 +138,33 @@ class Clients:
         except KVPoolError as error:
             self._refuse(routing_id, session, error, *_ids(message))
         except Exception as error:
-            log.exception("a message of uid %d could not be handled", peer.uid)
-            answer = KVPoolError(f"a bug in the daemon ({type(error).__name__}); its log has the details")
-            self._refuse(routing_id, session, answer, *_ids(message))
+            self._fail(routing_id, session, error, *_ids(message))
         if session is not None and session.outbox:
             self._offer(session)  # who says something has probably read something
+
+    def attempt(self, session: Session, call_id: int, action: Callable[[], None]) -> None:
+        """Go on with a call whose message came earlier."""
+        try:
+            action()
+        except Exception as error:
+            self._fail(session.routing_id, session, error, None, call_id)
+
+    def _fail(
+        self,
+        routing_id: bytes,
+        session: Session | None,
+        error: Exception,
+        request_id: str | None,
+        call_id: int | None,
+    ) -> None:
+        """Answer with what went wrong, even if it is a bug of ours."""
+        if isinstance(error, ProtocolError):
+            self.metrics.garbage_total += 1
+            request_id, call_id = error.request_id or request_id, error.call_id if call_id is None else call_id
+        if not isinstance(error, KVPoolError):
+            log.error("a message could not be handled", exc_info=error)
+            error = InternalError(f"a bug in the daemon ({type(error).__name__}); its log has the details")
+        self._refuse(routing_id, session, error, request_id, call_id)
 
     def _refuse(
         self,
@@ -239,7 +266,7 @@ class Clients:
     def _attach(self, session: Session, message: Attach) -> None:
         """Take a request of the same user over, and send again what the client does not have."""
         request = self._find_own(session, message.request_id)
-        if request is None and (why := self._set_aside.get((session.peer.uid, message.request_id))):
+        if request is None and (why := self._lingering.why_set_aside(session.peer.uid, message.request_id)):
             raise Unsupported(f"the daemon was restarted, and cannot go on with this: {why}", field="request_id")
         if request is None:
             raise NotFound("no request of this user has this id, or it is over", field="request_id")
@@ -264,7 +291,7 @@ class Clients:
 
     def _find_own(self, session: Session, request_id: str) -> Request | None:
         """A request of the session's user by its name: its own, one without a session, or another session's."""
-        found = session.requests.get(request_id) or self._lingering.get((session.peer.uid, request_id))
+        found = session.requests.get(request_id) or self._lingering.get(session.peer.uid, request_id)
         others = (
             other.requests[request_id]
             for other in self.sessions
@@ -279,9 +306,7 @@ class Clients:
             del holder.requests[request.request_id]
             error = NotFound("another connection has taken this request over", field="request_id")
             self.send(holder, Failed(self.engine.epoch, error.code, error.message, request_id=request.request_id))
-        key = (request.uid, request.request_id)
-        if self._lingering.get(key) is request:
-            self._unlinger(key)
+        self._lingering.take(request)
         request.session = None
 
     def _goodbye(self, session: Session, message: Goodbye) -> None:
@@ -378,16 +403,15 @@ class Clients:
             request.session.requests.pop(request.request_id, None)
         if request.linger_s > 0:
             request.session = None
-            self._linger(request, request.linger_s)
+            self._lingering.keep(request, self.now + request.linger_s)
 
     def expect_owner(self, request: Request) -> None:
         """Keep a request of an earlier daemon until its owner asks for it, or for a grace time."""
-        self._linger(request, max(request.linger_s, self.config.resume_grace_s))
+        self._lingering.keep(request, self.now + max(request.linger_s, self.config.resume_grace_s))
 
     def expect_owners_of_set_aside(self, requests: Mapping[tuple[int, str], str]) -> None:
         """Tell the owners of these, for a grace time, why their requests cannot go on: (uid, request_id): why."""
-        self._set_aside.update(requests)
-        self._timers.at(self.now + self.config.resume_grace_s, self._set_aside.clear)
+        self._lingering.set_aside(requests, self.now + self.config.resume_grace_s)
 
     # Ends
 
@@ -403,31 +427,9 @@ class Clients:
             request.session = None
             if request.linger_s > 0:
                 self.engine.unhold(request)
-                self._linger(request, request.linger_s)
+                self._lingering.keep(request, self.now + request.linger_s)
             else:
                 self.engine.cancel(request)
-
-    def _linger(self, request: Request, for_s: float) -> None:
-        key, until = (request.uid, request.request_id), self.now + for_s
-        namesake = self._lingering.get(key)
-        if namesake is request:
-            until = max(until, self._linger_until[key])
-        elif namesake is not None:
-            self.engine.cancel(namesake)  # nobody could ask for it any more
-        self._lingering[key], self._linger_until[key] = request, until
-        self._timers.at(until, lambda: self._end_linger(key))
-        if len(self._lingering) > MAX_LINGERING:
-            over = next((other for other, kept in self._lingering.items() if kept.done), key)
-            self._linger_until[over] = self.now
-            self._end_linger(over)
-
-    def _end_linger(self, key: tuple[int, str]) -> None:
-        if key in self._lingering and self._linger_until[key] <= self.now:
-            self.engine.cancel(self._unlinger(key))
-
-    def _unlinger(self, key: tuple[int, str]) -> Request:
-        del self._linger_until[key]
-        return self._lingering.pop(key)
 
     def close(self, session: Session, reason: str) -> None:
         """Tell the client that its session ends, and settle it."""
@@ -455,7 +457,7 @@ class Clients:
         """All requests that are alive or kept for somebody who may come back."""
         for session in self.sessions:
             yield from session.requests.values()
-        yield from self._lingering.values()
+        yield from self._lingering
 
 
 def _with_upload(message: Submit, session: Session) -> Submit:

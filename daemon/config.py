@@ -121,6 +121,12 @@ class Config:
     journal_max_bytes: int = option(
         64 << 20, size(), "largest journal; half of it is for requests that are not finished", reloadable=True
     )
+    state_directory: str = option(
+        "auto",
+        text("PATH"),
+        "where snapshots of sequences are kept; auto: $STATE_DIRECTORY, else $XDG_STATE_HOME/kvpool",
+    )
+    max_snapshot_bytes: int = option(4 << 30, size(), "snapshots that one user may store", reloadable=True)
     resume_grace_s: float = option(
         60.0,
         number(1.0, 86_400.0, "SECONDS"),

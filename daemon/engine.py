@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..client.errors import InternalError, KVPoolError, NumericError
@@ -66,6 +66,7 @@ class Engine:
         self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
         self._outputs: list[Output] = []
+        self._between: list[Callable[[], None]] = []
         self._plan: StepPlan | None = None  # in flight
         self._launched_at = 0.0
         self._changed = False  # something happened since the scheduler last had nothing to do
@@ -197,6 +198,13 @@ class Engine:
         for sample in request.samples:
             self._resume_if_allowed(sample)
 
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Do something while the device does nothing: at once, or when its step is done."""
+        if self._plan is None:
+            action()
+        else:
+            self._between.append(action)
+
     # One turn
 
     def turn(self, now: float, *, step_done: bool) -> None:
@@ -204,6 +212,8 @@ class Engine:
         begin = time.perf_counter()
         if step_done and self._plan is not None:
             self._collect(now)
+        while self._between and self._plan is None:
+            self._between.pop(0)()
         if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
             self._schedule(now)
             if self.in_flight:

@@ -22,6 +22,7 @@ from .engine import Engine
 from .request import Request
 from .sequence import Sequence
 from .sessions import Peer, Session
+from .snapshot_file import Image
 from .timers import Timers
 from .users import is_member
 
@@ -132,6 +133,16 @@ class SequenceObjects:
         sequence = Sequence(uid=uid, token_ids=token_ids, max_tokens=0, keep=True)
         self._scheduler.add(sequence, idle=True)
         return self.adopt(SequenceObject(name, uid, sequence, keep, linger_s, None if keep else session))
+
+    def restore(self, name: str, session: Session, image: Image) -> tuple[SequenceObject, list[int]]:
+        """A sequence as it was stored, and the blocks to write; none where there is no room for them now."""
+        uid = session.peer.uid
+        self.check_name(uid, name)
+        token_ids: list[int] = image.token_ids.tolist()
+        self._scheduler.check_admission(uid, len(token_ids), 0)
+        sequence = Sequence(uid=uid, token_ids=token_ids, max_tokens=0, keep=True)
+        blocks = self._scheduler.add_restored(sequence, image.num_computed_tokens)
+        return self.adopt(SequenceObject(name, uid, sequence, keep=False, holder=session)), blocks or []
 
     def fork(self, parent: SequenceObject, name: str, session: Session, at: int | None) -> SequenceObject:
         """Another sequence of the parent's first `at` tokens. It lives as its parent does, or if that belongs to

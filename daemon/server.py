@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
+from .background import Background
 from .clients import Clients
 from .endpoint import Endpoint
 from .engine import Engine
@@ -112,6 +113,7 @@ class Server:
         poller: Poller,
         signals: Signals,
         manager: Manager,
+        background: Background,
         *,
         reload: Callable[[], object],
     ) -> None:
@@ -124,6 +126,7 @@ class Server:
         self._poller = poller
         self._signals = signals
         self._manager = manager
+        self._background = background
         self._reload = reload
         self.scrapes: Scrapes | None = None
         self._router_fd = int(self._router.getsockopt(zmq.FD))
@@ -132,7 +135,8 @@ class Server:
         self._last_audit = 0.0
         self._was_healthy = True
         self._slow_retry_s = SLOW_RETRY_S
-        for fd in (self._router_fd, endpoint.lifelines.fileno(), signals.fileno(), engine.runner.fileno()):
+        self._known = {self._router_fd, signals.fileno(), engine.runner.fileno(), background.fileno()}
+        for fd in (*self._known, endpoint.lifelines.fileno()):
             poller.watch(fd)
         self._feed_watchdog()
 
@@ -173,12 +177,13 @@ class Server:
         return None if due is None else max(0.0, due - now)
 
     def _dispatch(self, ready: set[int]) -> None:
-        known = {self._router_fd, self._signals.fileno(), self._engine.runner.fileno()}
         if self._signals.fileno() in ready:
             for number in self._signals.take():
                 self._signal(number)
+        if self._background.fileno() in ready:
+            self._background.collect()
         listener = self._endpoint.lifelines
-        for fd in ready - known:
+        for fd in ready - self._known:
             if fd == listener.fileno():
                 self._accept(listener)
             elif self.scrapes is not None and fd in self.scrapes:
@@ -281,7 +286,7 @@ class Server:
         if not self._clients.draining:
             return False
         late = self._stop_at is not None and time.monotonic() >= self._stop_at
-        return late or self._engine.idle
+        return late or (self._engine.idle and self._background.idle)
 
 
 def _peer_address(frame: zmq.Frame) -> str:

@@ -11,6 +11,7 @@ from ..model.backend import Backend, BackendLimits
 from ..model.batch import StepResult
 from .host_pool import PreemptionCosts
 from .request import Sample
+from .sequence import Sequence
 from .step_builder import StepBuilder
 from .step_plan import StepPlan
 
@@ -32,6 +33,20 @@ class StepRunner:
     @property
     def block_bytes(self) -> int:
         return self._backend.block_bytes
+
+    @property
+    def kv_layout(self) -> str:
+        return self._backend.kv_layout
+
+    def read(self, sequence: Sequence) -> NDArray[np.uint8]:
+        """(num_blocks, block_bytes) uint8: a sequence's blocks, from the device or the host. Not while a step runs."""
+        if sequence.host_slots:
+            return self._host[sequence.host_slots]
+        return self._backend.read_blocks(sequence.block_table)
+
+    def write(self, blocks: list[int], data: NDArray[np.uint8]) -> None:
+        """The inverse of `read`, into blocks that nobody else uses. Not while a step runs."""
+        self._backend.write_blocks(blocks, data)
 
     def fileno(self) -> int:
         """Polls readable when the step that was started is done."""

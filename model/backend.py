@@ -37,6 +37,10 @@ class Backend(Protocol):
         """One line for people: device, kernels chosen, dtypes, threads."""
 
     @property
+    def kv_layout(self) -> str:
+        """A word that is another one wherever the same tokens would leave other bytes in a block."""
+
+    @property
     def weights_bytes(self) -> int: ...
 
     @property

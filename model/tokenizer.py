@@ -147,7 +147,7 @@ def _without_prefix(inner: tokenizers.Tokenizer) -> tuple[Any, Any] | None:
     other = [_drop_prefix(step) for step in own]
     if other == own:
         return None
-    skeleton = {
+    skeleton: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": other[0],

@@ -5,17 +5,20 @@ On the real CPU back end, with blocks of every size, and nothing within a tolera
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.client.protocol import Submit, pack_token_ids
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.daemon.request import Request
 from kvpool.daemon.sequence import Sequence
+from kvpool.daemon.snapshot_file import Image, Suitability, pieces, read
 from kvpool.daemon.submission import make_request
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.batch import StepBatch
@@ -46,6 +49,11 @@ def engine(**options: Any) -> Iterator[Harness]:
 def bits(answer: Answer) -> tuple[Any, ...]:
     assert answer.reason == "length"
     return answer.token_ids, answer.logprobs, answer.top_logprobs, answer.text
+
+
+def suitability(harness: Harness) -> Suitability:
+    runner = harness.engine.runner
+    return Suitability("tiny", runner.kv_layout, harness.pool.block_size, runner.block_bytes, 384, 256)
 
 
 def opened(harness: Harness, token_ids: list[int]) -> Sequence:
@@ -124,6 +132,70 @@ def test_blocks_lost_while_idle(alone: Any, host_blocks: int) -> None:
             assert not sequence.block_table
             assert bool(sequence.host_slots) == bool(host_blocks)
         assert sequence.preemptions == 3
+
+
+def stored(harness: Harness, sequence: Sequence, here: Suitability) -> bytes:
+    runner = harness.engine.runner
+    token_ids = np.array(sequence.token_ids, dtype=np.int32)
+    return b"".join(pieces(Image(token_ids, sequence.num_computed_tokens, runner.read(sequence)), 1, here))
+
+
+def restored(harness: Harness, data: bytes, here: Suitability) -> Sequence:
+    image = read(io.BytesIO(data), len(data), 1, here)
+    sequence = Sequence(uid=1, token_ids=image.token_ids.tolist(), max_tokens=0, keep=True)
+    blocks = harness.scheduler.add_restored(sequence, image.num_computed_tokens)
+    if blocks:
+        harness.engine.runner.write(blocks, image.blocks)
+    return sequence
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_stored_and_restored_in_another_engine(alone: Any, block_size: int) -> None:
+    token_ids = prompts(1, 41, seed=7)[0]
+    files = []
+    with engine(block_size=block_size, num_blocks=1024 // block_size) as first:
+        here = suitability(first)
+        sequence = opened(first, token_ids)
+        for length in (41, 32, 31, 9):
+            first.scheduler.truncate(sequence, length)
+            go_on(first, sequence)
+            first.run()
+            files.append((list(sequence.token_ids), stored(first, sequence, here)))
+    with engine(block_size=block_size, num_blocks=1024 // block_size) as second:
+        assert suitability(second) == here
+        for tokens, file in files:
+            sequence = restored(second, file, here)
+            assert (sequence.token_ids, sequence.num_computed_tokens) == (tokens, len(tokens) - 1)
+            second.scheduler.check_invariants()
+            request = go_on(second, sequence)
+            child = second.scheduler.fork(sequence, len(tokens) - 3)
+            again = go_on(second, child)
+            second.run()
+            assert bits(second.answer(request)) == alone(tokens)
+            assert bits(second.answer(again)) == alone(tokens[:-3])
+            assert request.samples[0].usage.cached_tokens == len(tokens) - 1  # nothing was computed again
+
+
+def test_stored_from_the_host_and_restored_without_room(alone: Any) -> None:
+    tokens = prompts(1, 60, seed=8)[0]
+    with engine(num_blocks=8, host_blocks=8, max_num_seqs=4) as harness:
+        harness.scheduler.costs.compute_s_per_token = 1.0
+        here = suitability(harness)
+        sequence = opened(harness, tokens)
+        go_on(harness, sequence, max_tokens=0)
+        harness.run()
+        harness.generate(prompts(1, 90, seed=4)[0], max_tokens=2)
+        assert sequence.host_slots
+        file = stored(harness, sequence, here)
+        filler = opened(harness, prompts(1, 100, seed=9)[0])
+        go_on(harness, filler, max_tokens=0)
+        harness.run()
+        again = restored(harness, file, here)
+        assert again.num_computed_tokens == 0  # its tokens are there, its blocks will be computed
+        for one in (again, sequence):
+            request = go_on(harness, one)
+            harness.run()
+            assert bits(harness.answer(request)) == alone(tokens)
 
 
 def test_a_stop_string_ends_the_answer_while_the_device_goes_on() -> None:
