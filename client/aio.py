@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from .pool_map import PoolMap
 from .requests import (
     DEFAULT_RECONNECT_S,
     DEFAULT_WINDOW,
+    EMBED_PARAMS,
     Options,
     Prompt,
     make_generate,
@@ -25,7 +27,7 @@ from .requests import (
     merge_params,
     new_id,
 )
-from .results import Result
+from .results import Result, stack_embeddings
 from .sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -77,11 +79,12 @@ class AsyncClient:
         keep: bool = False,
         linger_s: float = 0.0,
         want_text: bool = True,
+        want_logits: bool = False,
         window: int | None = DEFAULT_WINDOW,
         **sampling: Any,
     ) -> AsyncStream:
         """As `Client.submit`."""
-        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window)
+        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window, want_logits)
         return await self._submit(prompt, merge_params(params, sampling), options)
 
     async def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> AsyncStream:
@@ -110,6 +113,24 @@ class AsyncClient:
         options = Options(priority, deadline_s, request_id, keep, linger_s, window=None)
         async with await self._submit(prompt, merge_params(params, sampling), options) as stream:
             return await stream.result(timeout_s)
+
+    async def embed(
+        self,
+        prompts: Items[Prompt],
+        *,
+        pooling: str = "mean",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> NDArray[np.float32]:
+        """As `Client.embed`."""
+        options = Options(priority, deadline_s, want_text=False, window=None, pooling=pooling)
+        streams = [await self._submit(prompt, EMBED_PARAMS, options) for prompt in prompts]
+        try:
+            return stack_embeddings([await stream.result(timeout_s) for stream in streams])
+        finally:
+            for stream in streams:
+                stream.close()
 
     async def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
         """As `Client.chat`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from .pool_map import PoolMap
 from .requests import (
     DEFAULT_RECONNECT_S,
     DEFAULT_WINDOW,
+    EMBED_PARAMS,
     Options,
     Prompt,
     make_generate,
@@ -24,7 +26,7 @@ from .requests import (
     merge_params,
     new_id,
 )
-from .results import Result
+from .results import Result, stack_embeddings
 from .sampling_params import SamplingParams
 from .stream import Stream
 
@@ -89,6 +91,7 @@ class Client:
         keep: bool = False,
         linger_s: float = 0.0,
         want_text: bool = True,
+        want_logits: bool = False,
         window: int | None = DEFAULT_WINDOW,
         **sampling: Any,
     ) -> Stream:
@@ -96,9 +99,10 @@ class Client:
         `params`.
 
         Higher `priority` goes first; `deadline_s` from now it ends with finish_reason `deadline`; with `linger_s` it
-        survives a lost connection for that long; `window` is how many tokens may be sent ahead of the reader.
+        survives a lost connection for that long; `window` is how many tokens may be sent ahead of the reader. With
+        `want_logits` each event has the raw logits its token was drawn from, which only an arena can carry.
         """
-        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window)
+        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window, want_logits)
         return self._submit(prompt, merge_params(params, sampling), options)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> Stream:
@@ -124,6 +128,25 @@ class Client:
         options = Options(priority, deadline_s, request_id, keep, linger_s, window=None)
         with self._submit(prompt, merge_params(params, sampling), options) as stream:
             return stream.result(timeout_s)
+
+    def embed(
+        self,
+        prompts: Items[Prompt],
+        *,
+        pooling: str = "mean",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> NDArray[np.float32]:
+        """One vector for each prompt, (len(prompts), hidden_size): the mean of its tokens' hidden states after the
+        model's last norm, or (pooling="last") the last token's. Not scaled to length 1."""
+        options = Options(priority, deadline_s, want_text=False, window=None, pooling=pooling)
+        streams = [self._submit(prompt, EMBED_PARAMS, options) for prompt in prompts]
+        try:
+            return stack_embeddings([stream.result(timeout_s) for stream in streams])
+        finally:
+            for stream in streams:
+                stream.close()
 
     def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
         """`generate` for the turns of a conversation, `{"role": ..., "content": ...}` each."""

@@ -30,7 +30,6 @@ from .errors import (
     from_code,
 )
 from .lifeline import Frame, FrameKind, FrameReader, encode_frame
-from .map_segment import MapReader
 from .messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -45,12 +44,14 @@ from .messages import (
     Hello,
     Notice,
     Reply,
+    Rows,
     Submit,
     Tokens,
     Welcome,
 )
+from .prompt_rows import array_of
 from .results import TokenEvent
-from .session_arena import SessionArena
+from .shared_memory import SharedMemory
 from .stream_state import StreamState
 
 
@@ -108,9 +109,7 @@ class Core:
         self._lost_at = 0.0  # when the last session that was READY was lost
         self._frames = FrameReader()
         self._wants_arena = arena
-        self._arena: SessionArena | None = None
-        self.pool_map: MapReader | None = None  # the daemon's, once it was asked to share it
-        self._fds: deque[int] = deque()  # came over the lifeline, their frames not yet
+        self.shared = SharedMemory()
         self._streams: dict[str, StreamState] = {}
         self._calls: dict[int, PendingCall] = {}
         self._next_call_id = 1
@@ -131,7 +130,7 @@ class Core:
         """The connection ended. Whoever waits is told, or (requests) goes on waiting for the next one."""
         self.outbox.clear()
         self.lifeline_outbox.clear()
-        self._unmap_all()
+        self.shared.close()
         self.welcome = None
         self.last_error = error
         calls, self._calls = self._calls, {}
@@ -247,14 +246,15 @@ class Core:
 
     def _begin(self, stream: StreamState, message: Submit | Generate) -> None:
         """Send what starts a request, through the arena as far as there is one."""
-        if self._arena is None:
+        arena = self.shared.arena
+        if arena is None:
             return self._send(message)
         try:
-            self._send(self._arena.prepare(message))
+            self._send(arena.prepare(message))
         except KVPoolError:
-            self._arena.settle(message.request_id)
+            arena.settle(message.request_id)
             raise
-        self._arena.follow(stream)
+        arena.follow(stream)
 
     def _send(self, message: ClientMessage) -> None:
         if self.state is not State.READY or self.welcome is None:
@@ -265,7 +265,7 @@ class Core:
 
     def receive(self, data: bytes) -> None:
         """Take one message in. Raises a KVPoolError when the connection must end: bad bytes, refusal, Closing."""
-        self._read_ring()  # what was written there before the message was sent
+        self.shared.read_ring()  # what was written there before the message was sent
         message = decode_daemon_message(data)
         if isinstance(message, Welcome):
             self._welcomed(message)
@@ -283,15 +283,11 @@ class Core:
     def receive_lifeline(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Take bytes of the lifeline in, and the descriptors that came with them, which are the core's to close. Raises
         a KVPoolError when the daemon refuses it."""
-        self._fds.extend(fds)
+        self.shared.take_fds(fds)
         for frame in self._frames.feed(data):
             if frame.kind is not FrameKind.RING:
                 self._lifeline_frame(frame)
-        self._read_ring()
-
-    def _read_ring(self) -> None:
-        if self._arena is not None:
-            self._arena.read()
+        self.shared.read_ring()
 
     def _lifeline_frame(self, frame: Frame) -> None:
         if frame.kind is FrameKind.ATTACHED and self.state is State.TYING:
@@ -302,42 +298,13 @@ class Core:
                     self.outbox.append(encode(stream.attach()))
             self._enter(State.READY)
         elif frame.kind is FrameKind.ARENA and self.state is State.TYING and self._wants_arena:
-            self._enter_arena()
+            self.shared.enter_arena()
         elif frame.kind is FrameKind.POOL_MAP and self.state is State.READY:
-            self._map_pool()
+            self.shared.map_pool()
         elif frame.kind is FrameKind.REFUSED:
             raise ConnectionLost(f"the daemon refused the lifeline: {frame.payload.decode(errors='replace')}")
         else:
             raise ProtocolError(f"{frame.kind.name} came out of turn", field="lifeline")
-
-    def _enter_arena(self) -> None:
-        if self._fds:  # else this process had no descriptor left for it, and does without
-            fd = self._fds.popleft()
-            try:
-                self._arena = SessionArena(fd)
-            finally:
-                os.close(fd)
-
-    def _map_pool(self) -> None:
-        if not self._fds:
-            raise ConnectionLost("this process has no descriptor left for the pool map")
-        fd, before = self._fds.popleft(), self.pool_map
-        try:
-            self.pool_map = MapReader(fd)
-        finally:
-            os.close(fd)
-            if before is not None:
-                before.close()
-
-    def _unmap_all(self) -> None:
-        while self._fds:
-            os.close(self._fds.popleft())
-        if self.pool_map is not None:
-            self.pool_map.close()
-            self.pool_map = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
 
     def _welcomed(self, message: Welcome) -> None:
         if self.state is not State.GREETING:
@@ -380,6 +347,8 @@ class Core:
                 stream = self._streams.get(batch.request_id)
                 if stream is not None:
                     stream.push(batch)
+        elif isinstance(message, Rows):
+            self._rows(message)
         elif isinstance(message, Finished):
             self._finished(message)
         elif isinstance(message, Reply):
@@ -398,6 +367,12 @@ class Core:
         else:
             raise ProtocolError(f"{type(message).__name__} came out of turn")
 
+    def _rows(self, message: Rows) -> None:
+        data = self.shared.read_rows(message.data)  # also for a request that nobody waits for: they take up room
+        stream = self._streams.get(message.request_id)
+        if stream is not None and not stream.abandoned:
+            stream.rows.push(message, array_of(message, data))
+
     def _finished(self, message: Finished) -> None:
         stream = self._streams.get(message.request_id)
         if stream is not None:
@@ -406,13 +381,13 @@ class Core:
                 self._drop(stream)
 
     def _settle_upload(self, request_id: str) -> None:
-        if self._arena is not None:
-            self._arena.settle(request_id)
+        if self.shared.arena is not None:
+            self.shared.arena.settle(request_id)
 
     def _drop(self, stream: StreamState) -> None:
         del self._streams[stream.request_id]
-        if self._arena is not None:
-            self._arena.forget(stream)
+        if self.shared.arena is not None:
+            self.shared.arena.forget(stream)
 
     def _end(self, stream: StreamState, error: KVPoolError) -> None:
         self._drop(stream)

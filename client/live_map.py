@@ -40,4 +40,4 @@ class LiveMap:
         core = self._client._connection.core
         if core.state is State.DISCONNECTED:
             raise core.last_error or ConnectionLost("not connected")
-        return None if core.pool_map is None else core.pool_map.read
+        return None if core.shared.pool_map is None else core.shared.pool_map.read

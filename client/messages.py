@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from .schema import Binary, Choice, Integer, Many, Name, Optional, Pair, Plain, PlainMap, Real, Text
+from .schema import Binary, Blob, Choice, Integer, Many, Name, Optional, Pair, Plain, PlainMap, Real, Text
 from .token_ids import PackedTokenIds
 from .token_ids import Prompt as PromptSpec
 
@@ -36,6 +36,15 @@ LIFELINE_TOKEN_BYTES = 32
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error")
+POOLINGS = ("mean", "last")
+ROW_KINDS = {
+    "logits": "<f4",  # (count, vocab_size), of the sample's tokens from `index` on; before these
+    "prompt_logprobs": "<f4",  # (count,), of the prompt's tokens from `index` on
+    "prompt_top_token_ids": "<i4",  # (count, candidates), best first
+    "prompt_top_logprobs": "<f4",  # (count, candidates)
+    "embedding": "<f4",  # (1, hidden_size)
+}
+MAX_ROWS_BYTES = 2**30
 NOTICE_KINDS = ("paused", "resumed", "preempted")
 CLOSING_REASONS = ("shutting_down", "protocol_error", "replaced", "lifeline_lost")
 
@@ -158,6 +167,8 @@ class Submit:
     linger_s: LingerS = 0.0  # how long the request lives on when this connection is lost
     upload: Annotated[tuple[int, int] | None, Optional(Pair(Integer(0, 2**30), Integer(0, MAX_PROMPT_TOKENS)))] = None
     handle: Handle | None = None  # its tokens may come through the arena's ring under this number
+    want_logits: bool = False  # the raw logits each token was drawn from come, too: only through an arena
+    pooling: Annotated[str | None, Optional(Choice(POOLINGS))] = None  # only an embedding of the prompt; max_tokens 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +339,19 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Numbers that somebody asked for: `count` rows, one after another, of the type that ROW_KINDS says."""
+
+    epoch: Epoch
+    request_id: RequestId
+    sample: Sample
+    kind: Annotated[str, Choice(tuple(ROW_KINDS))]
+    index: Index  # of the token that the first row belongs to
+    count: Annotated[int, Integer(1, 2**31 - 1)]
+    data: Annotated[bytes | tuple[int, int], Blob(MAX_ROWS_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last message about one sample. `text` was held back for a stop string that did not come."""
 
@@ -399,7 +423,7 @@ ClientMessage = (
     | Share
     | CloseSequence
 )
-DaemonMessage = Welcome | Accepted | Tokens | Finished | Notice | Reply | Failed | Closing
+DaemonMessage = Welcome | Accepted | Tokens | Rows | Finished | Notice | Reply | Failed | Closing
 Message = ClientMessage | DaemonMessage
 
 CLIENT_MESSAGES: dict[str, type[ClientMessage]] = {
@@ -425,6 +449,7 @@ DAEMON_MESSAGES: dict[str, type[DaemonMessage]] = {
     "welcome": Welcome,
     "accepted": Accepted,
     "tokens": Tokens,
+    "rows": Rows,
     "finished": Finished,
     "notice": Notice,
     "reply": Reply,

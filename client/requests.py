@@ -23,8 +23,15 @@ Prompt = str | Sequence[int] | NDArray[Any] | Chat
 DEFAULT_WINDOW = 256
 """Tokens of each sample that the daemon may send ahead of the reader."""
 
+LOGITS_WINDOW = 16
+"""The same where each brings a row as wide as the vocabulary: half of what the arena has room for."""
+
 DEFAULT_RECONNECT_S = 1.5
 """How long open requests wait for a daemon to listen again: where none comes, they have failed within two seconds."""
+
+
+EMBED_PARAMS = SamplingParams(max_tokens=0)
+"""Of a request that only wants its prompt embedded."""
 
 
 def new_id() -> str:
@@ -93,10 +100,19 @@ class Options:
     linger_s: float = 0.0
     want_text: bool = True
     window: int | None = DEFAULT_WINDOW  # None: everything may come at once
+    want_logits: bool = False
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise InvalidArgument("must be at least 1 token, or None for no limit", field="window")
+
+    @property
+    def credit(self) -> int | None:
+        """Tokens that may come before the first is read."""
+        if not self.want_logits:
+            return self.window
+        return LOGITS_WINDOW if self.window is None else min(self.window, LOGITS_WINDOW)
 
 
 def make_submit(limits: ServerLimits, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
@@ -110,10 +126,12 @@ def make_submit(limits: ServerLimits, prompt: Prompt, params: SamplingParams, op
         params=params.to_wire(),
         priority=options.priority,
         deadline_s=options.deadline_s,
-        credit=options.window,
+        credit=options.credit,
         want_text=options.want_text,
         keep=options.keep,
         linger_s=options.linger_s,
+        want_logits=options.want_logits,
+        pooling=options.pooling,
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import KVPoolError
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConnectionLost, KVPoolError
 from .messages import Usage
 
 TAIL_TOKEN_ID = -1
@@ -21,6 +25,7 @@ class TokenEvent:
     index: int  # counts the sample's tokens from 0
     sample: int  # which of the n sequences
     top_logprobs: dict[int, float] | None = None  # token_id -> logprob, best first
+    logits: NDArray[np.float32] | None = None  # (vocab_size,), raw, read-only, a copy of its own; with want_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,11 @@ class Result:
 
     request_id: str
     outputs: tuple[Output, ...]
+    prompt_logprobs: list[float | None] | None = (
+        None  # one for each token of the prompt; nothing comes before the first
+    )
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    embedding: NDArray[np.float32] | None = None  # (hidden_size,), read-only
 
     @property
     def token_ids(self) -> list[int]:
@@ -67,3 +77,12 @@ class Result:
     @property
     def usage(self) -> Usage:
         return self.outputs[0].usage
+
+
+def stack_embeddings(results: Sequence[Result]) -> NDArray[np.float32]:
+    """(len(results), hidden_size). Raises ConnectionLost for one whose vector went down with a connection."""
+    rows = [result.embedding for result in results]
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows):
+        raise ConnectionLost("an embedding was lost with the connection that brought it; ask again")
+    return np.stack(found) if found else np.zeros((0, 0), dtype=np.float32)

@@ -166,6 +166,23 @@ class Binary:
 
 
 @dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes, or where they lie in the arena's bulk region: [cursor, number of bytes]."""
+
+    max_bytes: int
+
+    def check(self, value: Any) -> bytes | tuple[int, int]:
+        if type(value) is bytes and len(value) <= self.max_bytes:
+            return value
+        if type(value) in (tuple, list) and len(value) == 2:
+            return Integer(0, INT64_MAX).check(value[0]), Integer(0, self.max_bytes).check(value[1])
+        raise refuse(self, value)
+
+    def describe(self) -> str:
+        return f"at most {self.max_bytes} bytes, or [cursor, number of bytes] in the arena's bulk region"
+
+
+@dataclass(frozen=True, slots=True)
 class Optional:
     spec: Spec
 

@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .connection import Connection
 from .core import EndOfStream
 from .errors import Timeout
@@ -30,6 +33,11 @@ class Stream:
     def paused(self) -> str | None:
         """Why the daemon has paused this request, or None."""
         return self._state.paused
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        """(vocab_size,) raw logits of the token that was read last, read-only, a copy of its own; with want_logits."""
+        return self._state.last_logits
 
     @property
     def done(self) -> bool:

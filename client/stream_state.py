@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .errors import KVPoolError, ProtocolError, from_code
 from .messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
+from .prompt_rows import RequestRows
 from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
 
 
@@ -69,6 +73,8 @@ class StreamState:
         self.paused: str | None = None  # the daemon's reason, while it has paused this request
         self.abandoned = False  # nobody will read it; only its end is awaited
         self.on_change: Callable[[], None] = _nothing
+        self.rows = RequestRows()
+        self.last_logits: NDArray[np.float32] | None = None  # of the event that was taken last
         self._samples = [_SampleState() for _ in range(num_samples)]
         self._events: deque[TokenEvent] = deque()
 
@@ -108,7 +114,9 @@ class StreamState:
             text = batch.texts[i] if batch.texts else ""
             logprob = batch.logprobs[i] if batch.logprobs else None
             top = dict(batch.top_logprobs[i]) if batch.top_logprobs else None
-            self._append(sample, TokenEvent(batch.token_ids[i], text, logprob, batch.index + i, batch.sample, top))
+            logits = self.rows.take_logits(batch.sample, batch.index + i)
+            event = TokenEvent(batch.token_ids[i], text, logprob, batch.index + i, batch.sample, top, logits)
+            self._append(sample, event)
         self.on_change()
 
     def push_event(self, event: TokenEvent) -> None:
@@ -176,6 +184,7 @@ class StreamState:
             sample = self._samples[event.sample]
             sample.unread -= 1
             sample.ungranted += 1
+            self.last_logits = event.logits
         return event
 
     def take_all(self) -> None:
@@ -224,7 +233,13 @@ class StreamState:
     def result(self) -> Result:
         """The finished request. Raises as `raise_if_failed` does."""
         self.raise_if_failed()
-        return Result(self.request_id, tuple(sample.output(number) for number, sample in enumerate(self._samples)))
+        return Result(
+            self.request_id,
+            tuple(sample.output(number) for number, sample in enumerate(self._samples)),
+            self.rows.prompt_logprobs(),
+            self.rows.prompt_top_logprobs(),
+            self.rows.embedding,
+        )
 
 
 def _nothing() -> None:

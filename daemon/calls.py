@@ -6,6 +6,7 @@ user, members of admin_group) sees everybody's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..client.token_ids import PackedTokenIds
 from .block_pool import NOBODY
 from .clients import Clients
 from .health import health_of, why_it_waits
+from .pool_map_segment import PoolMapSegment
 from .request import Request, Sample
 from .sequence import Sequence
 from .sequence_objects import SequenceObject
@@ -39,10 +41,12 @@ class Calls:
         self._drain = drain
         self._reload = reload
         self._snapshots = snapshots
+        self._segment: PoolMapSegment | None = None
         self._methods: dict[str, Callable[[Clients, Session, Mapping[str, Any]], Any]] = {
             "stats": self._answer_stats,
             "ps": self._answer_ps,
             "map": self._answer_map,
+            "watch_map": self._answer_watch_map,
             "fsck": self._answer_fsck,
             "cancel": self._answer_cancel,
             "snapshots": self._answer_snapshots,
@@ -72,7 +76,20 @@ class Calls:
     def _answer_map(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return pool_map(clients, session.peer)
 
+    def _answer_watch_map(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _require_admin(clients, session)
+        if session.lifeline is None:
+            raise InvalidArgument("is attached first: the map comes over it", field="lifeline")
+        if self._segment is None:
+            everything = Peer(os.geteuid(), os.getegid(), os.getpid())
+            self._segment = PoolMapSegment(lambda: pool_map(clients, everything), clients.timers)
+        try:
+            return {"segment_bytes": self._segment.share_with(session, clients.now)}
+        except OSError as error:
+            raise Unsupported(f"no memory can be shared now: {error.strerror}") from None
+
     def _answer_fsck(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _require_admin(clients, session)  # it takes as long as the pool is large, and names users
         try:
             clients.check_invariants()
         except RuntimeError as error:
@@ -80,16 +97,15 @@ class Calls:
         return {"consistent": True}
 
     def _answer_cancel(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Requests of this name; if there are none, idle sequences of this name, which are closed."""
+        """Requests of this name; if there are none, idle sequences of this name, which are closed. Whether somebody
+        else has one is nobody's business."""
         name = _argument(arguments, "request_id", Name(max_bytes=128))
         requests = [request for request in clients.requests() if _is_called(request, name) and not request.done]
         idle = [found for found in clients.sequences if name in (found.name, str(found.sequence.sequence_id))]
         found: list[Request | SequenceObject] = [*requests] or [*idle]
         own = [item for item in found if item.uid == session.peer.uid]
-        if not found:
-            raise NotFound(f"no request or sequence is called {name!r}", field="request_id")
-        if not own and not is_admin(session.peer, clients.config.admin_group):
-            raise NotOwner(f"{name!r} belongs to another user", field="request_id")
+        if not found or not (own or is_admin(session.peer, clients.config.admin_group)):
+            raise NotFound(f"no request or sequence of yours is called {name!r}", field="request_id")
         for item in own or found:
             if isinstance(item, Request):
                 clients.engine.cancel(item)
@@ -225,7 +241,7 @@ def pool_map(clients: Clients, peer: Peer) -> dict[str, Any]:
     ref_counts = np.asarray(pool.ref_count)
     kinds = np.asarray(pool.kind)
     states = np.where(ref_counts > 0, BLOCK_USED, np.where(kinds != 0, BLOCK_CACHED, BLOCK_FREE))
-    owners = np.array([pool.owner(block) for block in range(pool.num_blocks)]).astype("<i4")
+    owners = np.asarray(pool.owners).astype("<i4")
     if not is_admin(peer, clients.config.admin_group):
         owners[(owners != NOBODY) & (owners != peer.uid)] = HIDDEN
     return {

@@ -49,7 +49,8 @@ from .config import Config
 from .engine import Engine, Output
 from .lingering import Lingering
 from .metrics import Metrics
-from .parcels import Letter, Parcel, RingTokens, Send, Sent
+from .parcels import Letter, Parcel, RingTokens, RowsParcel, Send, Sent
+from .prompt_rows import Rows
 from .request import Request
 from .sequence_objects import SequenceObject, SequenceObjects
 from .sequence_service import SequenceService
@@ -91,7 +92,7 @@ class Clients:
         self.limits = limits
         self.draining = False
         self.now = 0.0  # monotonic seconds, of the turn
-        self._timers = timers
+        self.timers = timers
         self._send_bytes = send
         self._calls = calls
         self.model_name = model_name
@@ -132,11 +133,6 @@ class Clients:
                 handler(session, message)
             else:
                 raise Unsupported(f"this daemon does not serve {type(message).__name__}", field="type")
-        except ProtocolError as error:
-            self.metrics.garbage_total += 1
-            self._refuse(routing_id, session, error, error.request_id, error.call_id)
-        except KVPoolError as error:
-            self._refuse(routing_id, session, error, *_ids(message))
         except Exception as error:
             self._fail(routing_id, session, error, *_ids(message))
         if session is not None and session.outbox:
@@ -201,7 +197,7 @@ class Clients:
             raise Busy(f"{len(self.sessions)} clients are connected (max_clients)", retry_after_ms=1000)
         session = self.sessions.open(routing_id, peer, message.client_name, message.capabilities)
         self.metrics.sessions_total += 1
-        self._timers.at(self.now + self.config.lifeline_grace_s, lambda: self._check_lifeline(session))
+        self.timers.at(self.now + self.config.lifeline_grace_s, lambda: self._check_lifeline(session))
         self.send(
             session,
             Welcome(
@@ -236,9 +232,12 @@ class Clients:
             raise InvalidArgument(f"{message.request_id!r} is the name of a running request", field="request_id")
         if message.upload is not None:
             message = _with_upload(message, session)
+        if message.want_logits:
+            self._require_bulk(session)
         request = make_request(message, self.text, session.peer.uid, self.now)
         request.session = session
-        if session.arena is not None and not request.params.logprobs:  # candidates have no place in the ring
+        # Candidates have no place in the ring, and logits are told of in a message that comes before their tokens.
+        if session.arena is not None and not (request.params.logprobs or request.want_logits):
             request.handle = message.handle
         submit(request)
         session.requests[request.request_id] = request
@@ -246,6 +245,12 @@ class Clients:
         if session.outbox:
             self.engine.hold(request, SLOW_READER)
         return request
+
+    def _require_bulk(self, session: Session) -> None:
+        """Raises Unsupported where a row of logits has no place."""
+        row_bytes = 4 * self.limits.vocab_size
+        if session.arena is None or row_bytes > session.arena.bulk.max_piece_bytes:
+            raise Unsupported("logits need shared memory: a daemon of this machine, and arena=True", field="want_logits")
 
     def keep_sequence(self, request: Request) -> None:
         """The request's sequence stays under the request's name."""
@@ -283,6 +288,8 @@ class Clients:
             again = [batch for batch in sample.history if batch.index + len(batch.token_ids) > index]
             if again:
                 self.send(session, Tokens(self.engine.epoch, tuple(again)))
+            for rows in sample.told:
+                self._give(session, RowsParcel(self.engine.epoch, request.request_id, rows))
             if sample.finished is not None:
                 self.send(session, sample.finished)
             self.engine.set_granted(sample, None if message.credit is None else index + message.credit)
@@ -377,6 +384,7 @@ class Clients:
         """What a turn produced: for each session the tokens, in its ring or in one message, then what ended."""
         events: dict[Session, list[TokenBatch]] = {}
         rings: dict[Session, list[tuple[int, TokenBatch]]] = {}
+        rows: list[tuple[Session, RowsParcel]] = []
         others: list[tuple[Session, Finished | Notice]] = []
         for request, message in outputs:
             session = request.session
@@ -386,10 +394,14 @@ class Clients:
                         events.setdefault(session, []).append(message)
                     else:
                         rings.setdefault(session, []).append((request.handle, message))
+                elif isinstance(message, Rows):
+                    rows.append((session, RowsParcel(self.engine.epoch, request.request_id, message)))
                 else:
                     others.append((session, message))
             if isinstance(message, Finished) and request.done:
                 self._forget(request)
+        for session, parcel in rows:
+            self._give(session, parcel)
         for session, records in rings.items():
             self._give(session, RingTokens(records))
         for session, batches in events.items():

@@ -18,13 +18,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..client.errors import InternalError, KVPoolError, NumericError
+import numpy as np
+
+from ..client.errors import InternalError, KVPoolError, NumericError, Unsupported
 from ..client.protocol import ErrorInfo, Finished, Notice, TokenBatch
 from ..model.batch import StepResult
 from .journal import Journal
 from .journal_records import KnownRequest
 from .metrics import Metrics
 from .observations import note_occupancy, note_plan, note_token
+from .prompt_rows import PromptPart, Rows
 from .request import Request, Sample, Token
 from .scheduler import Scheduler
 from .sequence import Sequence
@@ -46,7 +49,7 @@ class Output(NamedTuple):
     """A message for whoever has the request."""
 
     request: Request
-    message: TokenBatch | Finished | Notice
+    message: TokenBatch | Finished | Notice | Rows
 
 
 class Engine:
@@ -122,6 +125,8 @@ class Engine:
         Raises KVPoolError, and keeps nothing of it, if it cannot be taken.
         """
         params, new = request.params, sequence is None
+        if sequence is not None and params.prompt_logprobs is not None:
+            raise Unsupported("its tokens are not computed again; submit them as a prompt", field="prompt_logprobs")
         self.scheduler.check_admission(request.uid, len(request.prompt_ids), params.max_tokens, params.n, new=new)
         if self.journal is not None:
             request.journal_key = self.journal.accept(
@@ -232,12 +237,14 @@ class Engine:
         if plan is None:
             return
         try:
-            result = self.runner.collect()
+            result, prompt_parts = self.runner.collect()
         except RuntimeError as error:
             self._fail(plan, error)
             return
         self._failures, self._work_since = 0, None
         self.metrics.step(plan.num_tokens, self.runner.last_step_s)
+        for sample, part in prompt_parts:
+            self._take_prompt_part(sample, part)
         sampled = self._take_tokens(plan, result, now)
         for sequence in self.scheduler.update(plan, sampled):
             self._retire(self._samples[sequence.sequence_id])
@@ -258,13 +265,25 @@ class Engine:
                 self._end(sample, "error", NumericError("the model's output for this sequence is not a number"))
                 continue
             top = _top(result, row, sample.num_logprobs) if sample.num_logprobs else ()
-            sample.fresh.append(Token(token_ids[row], logprobs[row], top))
+            logits = result.logits[row] if result.logits is not None and sample.request.want_logits else None
+            sample.fresh.append(Token(token_ids[row], logprobs[row], top, logits))
             if sample.has_penalties:
                 sample.count(token_ids[row])
             sampled[chunk.sequence.sequence_id] = token_ids[row]
             self._to_flush[sample] = None
             note_token(self.metrics, sample, now)
         return sampled
+
+    def _take_prompt_part(self, sample: Sample, part: PromptPart) -> None:
+        if sample.collector is None or not self._is_live(sample):
+            return
+        if part.numeric_error:
+            self._end(sample, "error", NumericError("the model's output for this prompt is not a number"))
+            return
+        rows = sample.collector.take(part)
+        if sample.request.linger_s > 0 or sample.request.taken_up:
+            sample.told += rows
+        self._outputs += [Output(sample.request, found) for found in rows]
 
     def _schedule(self, now: float) -> None:
         """Plan and launch a step, if there is anything to do."""
@@ -367,7 +386,11 @@ class Engine:
 
         A sequence that stays is free for its owner's next wish once the end is said: the device must be done with it.
         """
+        logits = [token.logits for token in sample.fresh if token.logits is not None]
         batch = sample.take_fresh()
+        if batch is not None and logits:
+            values = logits[0][np.newaxis] if len(batch.token_ids) == 1 else np.stack(logits[: len(batch.token_ids)])
+            self._outputs.append(Output(sample.request, Rows("logits", batch.index, values, sample.index)))
         if batch is not None:
             self.metrics.tokens_generated_total += len(batch.token_ids)
             self._outputs.append(Output(sample.request, batch))

@@ -60,7 +60,8 @@ class Intake:
         if own.tokens_per_s is not None and self._rates.allowance(uid, own.tokens_per_s, now) < 1:
             return Refusal(f"uid {uid} has used its {own.tokens_per_s:g} tokens/s", Scope.OWNER)
         hit = Hit([], 0, 0)
-        if self._cache is not None and not sequence.block_table and not sequence.host_slots:
+        may_hit = not (sequence.block_table or sequence.host_slots or sequence.whole_prompt)
+        if self._cache is not None and may_hit:
             if self._cache.must_wait(sequence):
                 return Refusal("its prefix is being computed", Scope.SEQUENCE)
             hit = self._cache.lookup(sequence)

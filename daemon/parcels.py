@@ -10,8 +10,14 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ..client.protocol import TokenBatch
+from ..client.protocol import Rows as RowsMessage
+from ..client.protocol import TokenBatch, encode
+from .prompt_rows import Rows
 from .sessions import Session
+
+LOGITS = "logits"
+MIN_BULK_BYTES = 1024
+"""Rows of fewer bytes travel inside their message."""
 
 
 class Sent(Enum):
@@ -39,6 +45,39 @@ class Letter:
 
     def give(self, session: Session, send: Send) -> Sent:
         return send(session.routing_id, self._data)
+
+
+class RowsParcel:
+    """Rows of numbers, in the bulk region where there is one, and the message that tells of them.
+
+    Only logits wait for room there: there is no end of them, and messages of that size would pile up.
+    """
+
+    def __init__(self, epoch: int, request_id: str, rows: Rows) -> None:
+        self._epoch = epoch
+        self._request_id = request_id
+        self._rows = rows
+        self._letter: Letter | None = None  # once it is known where the rows lie
+
+    def give(self, session: Session, send: Send) -> Sent:
+        if self._letter is None:
+            data = self._place(session)
+            if data is None:
+                return Sent.FULL
+            rows = self._rows
+            message = RowsMessage(
+                self._epoch, self._request_id, rows.sample, rows.kind, rows.index, len(rows.values), data
+            )
+            self._letter = Letter(encode(message))
+        return self._letter.give(session, send)
+
+    def _place(self, session: Session) -> bytes | tuple[int, int] | None:
+        values = self._rows.values
+        if session.arena is not None and values.nbytes >= MIN_BULK_BYTES:
+            place = session.arena.bulk.put(values)
+            if place is not None or self._rows.kind == LOGITS:
+                return place
+        return values.tobytes()
 
 
 class RingTokens:

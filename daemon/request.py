@@ -9,11 +9,15 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..client.errors import KVPoolError
 from ..client.protocol import Finished, TokenBatch, Usage
 from ..client.sampling_params import SamplingParams
 from ..model.detokenizer import StopStrings, StreamDetokenizer
 from .journal_records import KnownSample
+from .prompt_rows import Collector, Rows, collector_of
 from .sequence import Sequence, SequenceState
 from .text import Text
 
@@ -41,6 +45,7 @@ class Token(NamedTuple):
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # best first: (token_id, logprob)
+    logits: NDArray[np.float32] | None = None  # (vocab_size,) where they are wanted
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +63,8 @@ class Request:
     deadline: float | None = None  # monotonic seconds
     priority: int = 0
     want_text: bool = True
+    want_logits: bool = False
+    pooling: str | None = None  # mean | last: nothing is generated, the prompt is embedded
     keep: bool = False  # its sequence stays when it is done
     linger_s: float = 0.0
     credit: int | None = None  # tokens of each sample that may be given out before more is granted; None: all
@@ -99,6 +106,8 @@ class Sample:
     error: KVPoolError | None = None
     finished: Finished | None = None  # its last message, once made
     history: list[TokenBatch] = field(default_factory=list)  # what was given out, where the request may be resumed
+    collector: Collector | None = None  # of what is to be told about the prompt's tokens
+    told: list[Rows] = field(default_factory=list)  # what it told, where the request may be resumed
     token_counts: dict[int, int] = field(default_factory=dict)  # for penalties: times generated; 0: only in the prompt
 
     @classmethod
@@ -127,6 +136,9 @@ class Sample:
             params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty),
         )
         sequence.client_data = sample
+        if index == 0:
+            sample.collector = collector_of(request.prompt_ids, params.prompt_logprobs, request.pooling)
+            sequence.whole_prompt = params.prompt_logprobs is not None or request.pooling == "mean"
         if params.repetition_penalty != 1.0:
             sample.token_counts = dict.fromkeys(request.prompt_ids, 0)
         return sample

@@ -39,6 +39,7 @@ class Sequence:
     priority: int = 0  # larger is more urgent
     deadline: float | None = None  # monotonic seconds
     arrival: float = 0.0  # monotonic seconds
+    whole_prompt: bool = False  # every token of it is computed for this sequence: nothing comes from the prefix cache
     keep: bool = False  # goes idle after its answer instead of finishing
     expected_output_tokens: int | None = None  # told to the pow2 and oracle reservation policies
     client_data: object = None  # the engine's own

@@ -7,11 +7,14 @@ array operations whatever the number of sequences.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..model.backend import BackendLimits
-from ..model.batch import Float32, Int32, Int64, SamplingBatch, StepBatch
+from ..model.batch import Float32, Int32, Int64, SamplingBatch, StepBatch, StepResult
+from .prompt_rows import Collector, PromptPart
 from .request import Sample
 from .step_plan import Chunk, StepPlan
 
@@ -35,6 +38,9 @@ class StepBuilder:
         self._presence_penalty: Float32 = np.zeros(slots, dtype=np.float32)
         self._frequency_penalty: Float32 = np.zeros(slots, dtype=np.float32)
         self._with_lists: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # has penalties, bias, bans or a mask
+        self._collects: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # something of its prompt is to be told
+        self._with_logits: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)
+        self._prompt_rows: list[PromptRows] = []  # of the step that was built last
         self._free_slots = list(range(slots - 1, -1, -1))
 
     def release(self, sample: Sample) -> None:
@@ -49,7 +55,7 @@ class StepBuilder:
         slots = self._prepare(chunks)  # (S,)
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.num_tokens for chunk in chunks])
-        sampled = np.array([chunk.samples for chunk in chunks])
+        row_chunks = np.flatnonzero([chunk.samples for chunk in chunks])  # (R,) each logit row's chunk
         query_start = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         seq_lens = starts + counts
@@ -60,6 +66,13 @@ class StepBuilder:
             positions = np.arange(plan.num_tokens) + np.repeat(starts - query_start[:-1], counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         widest = -(-int(seq_lens.max()) // self._block_size)
+        logit_rows = query_start[1:][row_chunks] - np.int32(1)
+        self._prompt_rows = []
+        if self._collects[slots].any():
+            self._prompt_rows = _prompt_rows(chunks, len(logit_rows))
+            for rows in self._prompt_rows:
+                row_chunks = np.append(row_chunks, np.full(len(rows.positions), rows.chunk))
+                logit_rows = np.append(logit_rows, query_start[rows.chunk] - starts[rows.chunk] + rows.positions)
         return StepBatch(
             tokens=_tokens(chunks),
             positions=positions.astype(np.int32),
@@ -67,9 +80,27 @@ class StepBuilder:
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self._block_tables[slots, :widest],
-            logit_rows=query_start[1:][sampled] - np.int32(1),
-            sampling=self._sampling([chunk for chunk in chunks if chunk.samples], slots[sampled]),
+            logit_rows=logit_rows.astype(np.int32),
+            sampling=self._sampling([chunks[i] for i in row_chunks.tolist()], slots[row_chunks]),
+            want_logits=bool(self._with_logits[slots].any()),
+            want_hidden=any(rows.collector.wants_hidden for rows in self._prompt_rows),
         )
+
+    def prompt_parts(self, result: StepResult) -> list[tuple[Sample, PromptPart]]:
+        """What the result of the step that was built last says of prompts."""
+        parts = []
+        for rows in self._prompt_rows:
+            end = rows.first_row + len(rows.positions)
+            part = PromptPart(
+                rows.positions,
+                result.logprobs[rows.first_row : end],
+                result.top_tokens[rows.first_row : end],
+                result.top_logprobs[rows.first_row : end],
+                None if result.hidden is None else result.hidden[rows.first_row : end],
+                bool(result.numeric_errors[rows.first_row : end].any()),
+            )
+            parts.append((rows.sample, part))
+        return parts
 
     def _prepare(self, chunks: list[Chunk]) -> Int64:
         """The chunks' slots, with their block tables up to date. Only entries from a chunk's first token on can differ
@@ -105,6 +136,8 @@ class StepBuilder:
         self._presence_penalty[slot] = params.presence_penalty
         self._frequency_penalty[slot] = params.frequency_penalty
         self._with_lists[slot] = not sample.is_plain
+        self._with_logits[slot] = sample.request.want_logits
+        self._collects[slot] = sample.collector is not None
 
     def _sampling(self, chunks: list[Chunk], slots: Int64) -> SamplingBatch:
         batch = SamplingBatch(
@@ -125,7 +158,38 @@ class StepBuilder:
         )
         if self._with_lists[slots].any():
             _add_lists(batch, [_sample_of(chunk) for chunk in chunks])
+        for rows in self._prompt_rows:
+            end = rows.first_row + len(rows.positions)
+            batch.targets[rows.first_row : end] = rows.targets
+            batch.num_logprobs[rows.first_row : end] = rows.collector.num_logprobs
         return batch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Logit rows of one chunk that tell something about its prompt; they follow the rows that are sampled."""
+
+    sample: Sample
+    collector: Collector
+    chunk: int  # which of the step's
+    positions: range
+    first_row: int  # of the step's logit rows
+    targets: list[int]  # the token after each position
+
+
+def _prompt_rows(chunks: list[Chunk], first_row: int) -> list[PromptRows]:
+    found = []
+    for index, chunk in enumerate(chunks):
+        sample = _sample_of(chunk)
+        if sample.collector is None:
+            continue
+        positions = sample.collector.missing(chunk.start, chunk.start + chunk.num_tokens)
+        if positions:
+            following = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            targets = following + [0] * (len(positions) - len(following))  # the last one of an embedding has none
+            found.append(PromptRows(sample, sample.collector, index, positions, first_row, targets))
+            first_row += len(positions)
+    return found
 
 
 def _tokens(chunks: list[Chunk]) -> Int32:

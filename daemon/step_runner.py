@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ..model.backend import Backend, BackendLimits
 from ..model.batch import StepResult
 from .host_pool import PreemptionCosts
+from .prompt_rows import PromptPart
 from .request import Sample
 from .sequence import Sequence
 from .step_builder import StepBuilder
@@ -75,13 +76,14 @@ class StepRunner:
             per_block = (time.perf_counter() - begin) / swapped
             self._costs.swap_s_per_block += SMOOTHING * (per_block - self._costs.swap_s_per_block)
 
-    def collect(self) -> StepResult:
-        """The step's result. Raises RuntimeError if the device failed."""
+    def collect(self) -> tuple[StepResult, list[tuple[Sample, PromptPart]]]:
+        """The step's result, its sampled rows first, and what it says of prompts. Raises RuntimeError if the device
+        failed."""
         result = self._backend.collect()
         self.last_step_s = time.perf_counter() - self._started_at
         per_token = result.compute_s / max(1, self._num_tokens)
         self._costs.compute_s_per_token += SMOOTHING * (per_token - self._costs.compute_s_per_token)
-        return result
+        return result, self._builder.prompt_parts(result)
 
     def release(self, sample: Sample) -> None:
         """The sample runs no more, or its blocks changed: forget what is kept of it between steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..client.errors import InvalidArgument, Unsupported
+from ..client.errors import InvalidArgument
 from ..client.protocol import Submit, pack_token_ids
 from ..client.sampling_params import SamplingParams
 from .request import Request, draw_seed
@@ -18,8 +18,8 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         seed = draw_seed()
     params = SamplingParams.from_wire(dict(message.params or {}))
     params.validate(vocab_size=text.vocab_size)
-    if params.prompt_logprobs is not None:
-        raise Unsupported("this daemon does not report logprobs of the prompt", field="prompt_logprobs")
+    if message.pooling is not None and (params.max_tokens, params.n, params.prompt_logprobs) != (0, 1, None):
+        raise InvalidArgument("only embeds the prompt: set max_tokens to 0, and n to 1", field="pooling")
     if message.keep and params.n > 1:
         raise InvalidArgument("only one sequence can be kept; set n to 1, and fork what is kept", field="keep")
     stop_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else text.eos_token_ids)
@@ -40,6 +40,8 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         deadline=None if message.deadline_s is None else now + message.deadline_s,
         priority=message.priority,
         want_text=message.want_text,
+        want_logits=message.want_logits,
+        pooling=message.pooling,
         keep=message.keep,
         linger_s=message.linger_s,
         credit=message.credit,
@@ -56,6 +58,8 @@ def submit_of(request: Request) -> Submit:
         deadline_s=None if request.deadline is None else request.deadline - request.arrival,
         credit=request.credit,
         want_text=request.want_text,
+        want_logits=request.want_logits,
+        pooling=request.pooling,
         keep=request.keep,
         linger_s=request.linger_s,
     )

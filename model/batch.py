@@ -69,7 +69,7 @@ class StepBatch:
     logit_rows: Int32  # (R,) which of the T rows need logits
     sampling: SamplingBatch  # R rows
     want_logits: bool = False  # also return the (R, vocab_size) raw logits
-    want_hidden: bool = False  # also return the (R, hidden_size) rows that enter the final norm
+    want_hidden: bool = False  # also return the (R, hidden_size) rows after the final norm, of which logits are made
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from .cpu_memory import Bytes, map_bytes
 from .cpu_program import OperationTable, PoolLayout, Workspace
 from .cpu_weights import pack_weights
 from .host import available_memory, usable_cpus
-from .program import Program, SelectRows
+from .program import Logits, Program
 from .weights import Checkpoint
 
 KV_LAYOUT_VERSION = 1
@@ -71,7 +71,7 @@ class CpuBackend:
         self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
         table = OperationTable(self._weights, self._workspace, self._layout, self._num_threads)
         self._operations = table.build(program)
-        self._hidden = next(op.out for op in program.ops if isinstance(op, SelectRows))
+        self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
         self._state = self._new_state()
         self._pool: Bytes = np.zeros(0, dtype=np.uint8)
         self._batch: StepBatch | None = None

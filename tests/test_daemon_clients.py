@@ -218,13 +218,13 @@ def test_users_see_and_cancel_their_own_and_administrators_all() -> None:
     owners = {name: value(desk.say(name, Call(2, "map"), peer))["owners"] for name, peer in ((b"b", BOB), (b"r", ROOT))}
     assert (1001).to_bytes(4, "little") not in owners[b"b"]
     assert (1001).to_bytes(4, "little") in owners[b"r"]
-    for method in ("drain", "reload", "resize"):
+    for method in ("drain", "reload", "resize", "fsck"):
         (refused,) = desk.say(b"b", Call(3, method), BOB)
         assert isinstance(refused, Failed)
         assert refused.code == "not_owner"
     (refused,) = desk.say(b"b", Call(4, "cancel", {"request_id": "mine"}), BOB)
     assert isinstance(refused, Failed)
-    assert refused.code == "not_owner"
+    assert refused.code == "not_found"
     assert value(desk.say(b"r", Call(5, "reload"), ROOT)) == {"changed": ("log_level",)}
     assert value(desk.say(b"r", Call(6, "cancel", {"request_id": "mine"}), ROOT)) == {"cancelled": 1}
     desk.run()
@@ -278,3 +278,11 @@ def test_administrators() -> None:
 @pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:5", "localhost:1:2:x", "localhost:1:2", "a:b:c:d"])
 def test_peers_without_credentials_are_nobody(address: str) -> None:
     assert Peer.from_address(address) is None
+
+
+def test_the_shared_map_is_for_administrators() -> None:
+    desk = Desk()
+    desk.hello(b"a")
+    (refused,) = desk.say(b"a", Call(1, "watch_map"))
+    assert isinstance(refused, Failed)
+    assert refused.code == "not_owner"

@@ -18,6 +18,7 @@ from kvpool.daemon.journal import Journal
 from kvpool.daemon.limits import SchedulerLimits
 from kvpool.daemon.metrics import Metrics
 from kvpool.daemon.prefix_cache import PrefixCache
+from kvpool.daemon.prompt_rows import Rows
 from kvpool.daemon.request import Request
 from kvpool.daemon.scheduler import Scheduler
 from kvpool.daemon.step_runner import StepRunner
@@ -54,6 +55,7 @@ class Answer:
     top_logprobs: list[Any] = field(default_factory=list)
     finished: Finished | None = None
     notices: list[Notice] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
 
     @property
     def reason(self) -> str | None:
@@ -136,6 +138,8 @@ class Harness:
                 answer.text += "".join(message.texts)
                 answer.logprobs += message.logprobs
                 answer.top_logprobs += message.top_logprobs
+            elif isinstance(message, Rows):
+                answer.rows.append(message)
             elif isinstance(message, Finished):
                 answer.finished = message
                 answer.text += message.text

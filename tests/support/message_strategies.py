@@ -39,6 +39,8 @@ def values_of(spec: schema.Spec) -> st.SearchStrategy[Any]:
         case schema.ListOf(element, max_items, min_items):
             size = min(max_items, max(MAX_LENGTH, min_items))
             return st.lists(values_of(element), min_size=min_items, max_size=size).map(tuple)
+        case schema.Blob(max_bytes):
+            return st.binary(max_size=MAX_LENGTH) | st.tuples(st.integers(0, 2**63 - 1), st.integers(0, max_bytes))
         case schema.Pair(first, second):
             return st.tuples(values_of(first), values_of(second))
         case schema.Record():

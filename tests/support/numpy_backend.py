@@ -142,10 +142,8 @@ class NumpyBackend:
         hidden = logits = np.zeros((0, 0), np.float32)
         for op in self.program.ops:
             self._run(op, batch)
-            if isinstance(op, SelectRows):
-                hidden = self._buffers[op.out.name].copy()
-            elif isinstance(op, Logits):
-                logits = self._buffers[op.out.name]
+            if isinstance(op, Logits):
+                hidden, logits = self._buffers[op.x.name], self._buffers[op.out.name]
         sampled = sample(logits, batch.sampling)
         return StepResult(
             *sampled,

@@ -35,6 +35,7 @@ from kvpool.client.protocol import (
     OpenSequence,
     Reply,
     Restore,
+    Rows,
     Save,
     ServerLimits,
     Share,
@@ -54,9 +55,12 @@ EPOCH = 1_700_000_000_000_000_000
 PARAMS = SamplingParams(max_tokens=64, temperature=0.5, top_p=0.75, seed=7, stop=["\n\n"], logprobs=2)
 
 SAMPLES: dict[str, Any] = {
-    "hello": Hello((1,), "demo", 4242),
+    "hello": Hello((1,), "demo", 4242, ("arena",)),
     "submit_text": Submit("r1", prompt="The sea is", params=PARAMS.to_wire(), deadline_s=2.5, credit=256),
     "submit_ids": Submit("r2", prompt=pack_token_ids([1, 15, 99]), want_text=False, keep=True, linger_s=30.0),
+    "submit_upload": Submit("r5", upload=(4096, 100_000), params={"max_tokens": 1}, handle=7),
+    "submit_logits": Submit("r6", prompt="The", credit=16, want_logits=True),
+    "submit_embedding": Submit("r7", prompt="The", params={"max_tokens": 0}, want_text=False, pooling="mean"),
     "submit_messages": Submit("r3", messages=(ChatMessage("system", "Be terse."), ChatMessage("user", "Why?"))),
     "cancel": Cancel("r1"),
     "credit": Credit("r1", 128, 0),
@@ -81,6 +85,7 @@ SAMPLES: dict[str, Any] = {
         ServerLimits(16 << 20, 8192, 49152, 16, 1024, 64),
         bytes(range(32)),
         "0.1.0",
+        ("arena",),
     ),
     "accepted": Accepted(EPOCH, "r1", 2),
     "tokens": Tokens(
@@ -90,6 +95,8 @@ SAMPLES: dict[str, Any] = {
             TokenBatch("r2", 1, 41, (29,)),
         ),
     ),
+    "rows": Rows(EPOCH, "r2", 0, "prompt_logprobs", 1, 2, bytes.fromhex("0000c0bf000080be")),
+    "rows_in_arena": Rows(EPOCH, "r6", 0, "logits", 41, 1, (786_432, 196_608)),
     "finished": Finished(EPOCH, "r1", 0, "stop", Usage(3, 2, 0)),
     "finished_error": Finished(EPOCH, "r2", 1, "error", Usage(3, 42, 0), "", ErrorInfo("numeric", "logits are NaN")),
     "notice": Notice(EPOCH, "r1", "paused", "the reader has no credit left", 0),
@@ -102,6 +109,9 @@ FRAMES: dict[str, bytes] = {
     "lifeline_token": encode_frame(FrameKind.TOKEN, bytes(range(32))),
     "lifeline_attached": encode_frame(FrameKind.ATTACHED),
     "lifeline_refused": encode_frame(FrameKind.REFUSED, b"unknown token"),
+    "lifeline_arena": encode_frame(FrameKind.ARENA),
+    "lifeline_ring": encode_frame(FrameKind.RING),
+    "lifeline_pool_map": encode_frame(FrameKind.POOL_MAP),
 }
 
 

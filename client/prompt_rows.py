@@ -1,0 +1,67 @@
+"""Rows of numbers about a request, put together as they arrive: logits, logprobs of the prompt, an embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ProtocolError
+from .messages import ROW_KINDS, Rows
+
+Array = NDArray[Any]
+
+
+def array_of(message: Rows, data: bytes) -> Array:
+    """(count, width) of the kind's type, a read-only view of `data`. Raises ProtocolError where its size is no such."""
+    dtype = np.dtype(ROW_KINDS[message.kind])
+    if not data or len(data) % (message.count * dtype.itemsize):
+        raise ProtocolError(f"{len(data)} bytes are no {message.count} rows of {dtype.name}", field="data")
+    return np.frombuffer(data, dtype=dtype).reshape(message.count, -1)
+
+
+class RequestRows:
+    """What has arrived for one request. Rows that come again, after a lost connection, replace themselves."""
+
+    def __init__(self) -> None:
+        self._logits: dict[tuple[int, int], Array] = {}  # by sample and index, until their tokens come
+        self._prompt: dict[str, dict[int, Array]] = {}  # by kind and index of the first row
+
+    def push(self, message: Rows, values: Array) -> None:
+        if message.kind == "logits":
+            for i, row in enumerate(values):
+                self._logits[message.sample, message.index + i] = row
+        else:
+            self._prompt.setdefault(message.kind, {})[message.index] = values
+
+    def take_logits(self, sample: int, index: int) -> Array | None:
+        return self._logits.pop((sample, index), None)
+
+    @property
+    def embedding(self) -> Array | None:
+        rows = self._prompt.get("embedding")
+        return None if rows is None else rows[0][0]
+
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """One for each token of the prompt; None where there are none."""
+        return (
+            None if "prompt_logprobs" not in self._prompt else [None, *self._joined("prompt_logprobs")[:, 0].tolist()]
+        )
+
+    def prompt_top_logprobs(self) -> list[dict[int, float] | None] | None:
+        """For each token of the prompt the candidates in its place, best first."""
+        if "prompt_top_logprobs" not in self._prompt:
+            return None
+        ids, logprobs = self._joined("prompt_top_token_ids"), self._joined("prompt_top_logprobs")
+        return [None, *(dict(zip(*row, strict=True)) for row in zip(ids.tolist(), logprobs.tolist(), strict=True))]
+
+    def _joined(self, kind: str) -> Array:
+        """Every row of a kind in order. Raises ProtocolError where some are missing."""
+        parts = sorted(self._prompt.get(kind, {}).items())
+        expected = 1
+        for index, values in parts:
+            if index != expected:
+                raise ProtocolError(f"rows from {expected} on are missing", field=kind)
+            expected += len(values)
+        return np.concatenate([values for _, values in parts])

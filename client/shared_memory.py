@@ -1,0 +1,70 @@
+"""What a session shares with its daemon: descriptors as they come over the lifeline, and what they are mapped to."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from .errors import ConnectionLost, ProtocolError
+from .map_segment import MapReader
+from .session_arena import SessionArena
+
+
+class SharedMemory:
+    """Empty until the daemon passes something. `close` gives everything back; it may be filled again afterwards."""
+
+    def __init__(self) -> None:
+        self.arena: SessionArena | None = None
+        self.pool_map: MapReader | None = None
+        self._fds: deque[int] = deque()  # came already, their frames not yet
+
+    def take_fds(self, fds: Sequence[int]) -> None:
+        """Descriptors that came, in the order of their frames; they are ours to close."""
+        self._fds.extend(fds)
+
+    def enter_arena(self) -> None:
+        """The frame of the arena came. Raises ProtocolError for a descriptor that is none."""
+        if self._fds:  # else this process has no descriptor left, and does without
+            with self._next_fd() as fd:
+                self.arena = SessionArena(fd)
+
+    def map_pool(self) -> None:
+        """The frame of the pool map came. Raises ProtocolError for a descriptor that is none."""
+        if not self._fds:
+            raise ConnectionLost("this process has no descriptor left for the pool map")
+        with self._next_fd() as fd:
+            before, self.pool_map = self.pool_map, MapReader(fd)
+        if before is not None:
+            before.close()
+
+    @contextmanager
+    def _next_fd(self) -> Iterator[int]:
+        fd = self._fds.popleft()
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def read_ring(self) -> None:
+        """Give tokens that came to their streams. Raises ProtocolError for a ring that cannot be."""
+        if self.arena is not None:
+            self.arena.read()
+
+    def read_rows(self, data: bytes | tuple[int, int]) -> bytes:
+        """Rows that came inside their message, or lie in the arena, where their place is given back."""
+        if isinstance(data, bytes):
+            return data
+        if self.arena is None:
+            raise ProtocolError("this session has no arena", field="data")
+        return self.arena.bulk.take(*data)
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
+        if self.arena is not None:
+            self.arena.close()
+        if self.pool_map is not None:
+            self.pool_map.close()
+        self.arena = self.pool_map = None
