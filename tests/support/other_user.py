@@ -48,8 +48,20 @@ def main() -> None:
                 return getattr(pool, method)(**arguments, sequence_id=name).num_tokens
             if method == "attach":
                 return pool.attach(name).num_tokens
-            if method in ("ps", "fsck"):
+            if method in ("ps", "stats", "fsck", "drain", "reload"):
                 return getattr(pool, method)()
+            if method == "map":
+                found = pool.pool_map()
+                return {"owners": sorted({*found.owners.tolist()}), "sequences": found.sequences}
+            if method == "resize":
+                return pool.resize(**arguments)
+            if method == "cancel":
+                return pool.cancel(name)
+            if method == "follow":
+                return pool.follow(name).result().token_ids
+            if method == "submit":
+                result = pool.generate(**arguments, request_id=name)
+                return {"token_ids": result.token_ids, "cached_tokens": result.usage.cached_tokens}
             sequence = Sequence(pool, name, 0, keep=True)  # without asking first, as a stranger would
             if method == "generate":
                 return sequence.generate(**arguments).token_ids
