@@ -31,7 +31,7 @@ from kvpool.daemon.sequence import Sequence
 UID = 1000
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
 POOL_SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
-MOST_CACHED = 500_000  # entries of the index in the operations' table: its memory, not its speed, is the limit
+MOST_CACHED = 200_000  # entries of the index in the operations' table: its memory, not its speed, is the limit
 BLOCK_SIZE = 16
 TABLE_BLOCKS = 64  # a sequence of 1024 tokens
 

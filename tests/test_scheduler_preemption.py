@@ -200,3 +200,24 @@ def test_a_low_request_under_a_flood_of_urgent_ones_ages_and_finishes() -> None:
     assert 10 <= now <= 40  # three classes behind, then its turn
     device.drain(now=now)
     assert is_right(low, 6)
+
+
+def test_a_host_slot_that_is_being_read_is_not_written_in_the_same_step() -> None:
+    scheduler, device = make(num_blocks=12, host_blocks=5)
+    scheduler.costs.compute_s_per_token = 1.0
+    first = submit(scheduler, prompt(12), 9, priority=1)
+    device.step()
+    scheduler.pause(first)
+    low, filler = submit(scheduler, prompt(18, salt=1), 9), submit(scheduler, prompt(16, salt=2), 9)
+    device.step()
+    assert len(first.host_slots) == 3
+    scheduler.finish(filler, "cancelled")
+    scheduler.resume(first)
+    second = submit(scheduler, prompt(14, salt=3), 9, priority=1)
+    plan, _ = device.step()  # brings one back and displaces another: five slots would be needed, two are free
+    assert len(plan.swap_in) == 3
+    assert (plan.preempted, plan.swap_out) == ([low], [])
+    device.drain()
+    assert is_right(first, 12)
+    assert is_right(second, 14)
+    assert is_right(low, 18)

@@ -225,6 +225,19 @@ def test_truncate_then_continue_and_append_then_continue() -> None:
     assert made.token_ids == undisturbed([*tokens, 1, 2, 3, 4, 5], 3)
 
 
+def test_what_was_truncated_and_written_anew_is_found_under_its_new_tokens() -> None:
+    scheduler, device = make(64, 4, caching=True)
+    made = submit(scheduler, prompt(16), 1, keep=True)
+    device.drain()
+    scheduler.truncate(made, 6)
+    scheduler.append(made, [60, 61, 62, 63, 60, 61])
+    scheduler.generate(made, 1)
+    device.drain()
+    new, old = submit(scheduler, [*made.token_ids[:12], 5], 1), submit(scheduler, [*prompt(16), 5], 1)
+    device.drain()
+    assert (new.num_cached_tokens, old.num_cached_tokens) == (12, 16)
+
+
 def test_an_idle_sequence_survives_the_loss_of_its_blocks() -> None:
     for host_blocks in (0, 16):
         scheduler, device = make(8, 4, host_blocks=host_blocks)
