@@ -34,11 +34,9 @@ from ..client.protocol import (
     Finished,
     Goodbye,
     Hello,
-    Notice,
     Reply,
     ServerLimits,
     Submit,
-    TokenBatch,
     Tokens,
     Welcome,
     decode_client_message,
@@ -46,11 +44,11 @@ from ..client.protocol import (
     negotiate,
 )
 from .config import Config
+from .delivery import SLOW_READER, Delivery, parcels_of
 from .engine import Engine, Output
 from .lingering import Lingering
 from .metrics import Metrics
-from .parcels import Letter, Parcel, RingTokens, RowsParcel, Send, Sent
-from .prompt_rows import Rows
+from .parcels import RowsParcel, Send
 from .request import Request
 from .sequence_objects import SequenceObject, SequenceObjects
 from .sequence_service import SequenceService
@@ -60,11 +58,6 @@ from .text import Text
 from .timers import Timers
 
 log = logging.getLogger(__name__)
-
-MAX_OUTBOX = 4096
-"""Messages held for one session that does not read: its sequences pause at the first, a flood of calls ends it."""
-
-SLOW_READER = "its client does not read"
 
 
 class Clients:
@@ -99,7 +92,7 @@ class Clients:
         self._version = version
         self._codec_limits = CodecLimits(limits.max_message_bytes, max_array_items=4096, max_map_items=1024)
         self._lingering = Lingering(engine, timers)
-        self._slow: dict[Session, None] = {}  # have an outbox
+        self.delivery = Delivery(engine, send, gone=self.settle, damaged=self._damaged)
         self.handlers: dict[type[Any], Callable[[Session, Any], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -136,7 +129,7 @@ class Clients:
         except Exception as error:
             self._fail(routing_id, session, error, *_ids(message))
         if session is not None and session.outbox:
-            self._offer(session)  # who says something has probably read something
+            self.delivery.offer(session)  # who says something has probably read something
 
     def attempt(self, session: Session, call_id: int, action: Callable[[], None]) -> None:
         """Go on with a call whose message came earlier."""
@@ -250,7 +243,9 @@ class Clients:
         """Raises Unsupported where a row of logits has no place."""
         row_bytes = 4 * self.limits.vocab_size
         if session.arena is None or row_bytes > session.arena.bulk.max_piece_bytes:
-            raise Unsupported("logits need shared memory: a daemon of this machine, and arena=True", field="want_logits")
+            raise Unsupported(
+                "logits need shared memory: a daemon of this machine, and arena=True", field="want_logits"
+            )
 
     def keep_sequence(self, request: Request) -> None:
         """The request's sequence stays under the request's name."""
@@ -289,7 +284,7 @@ class Clients:
             if again:
                 self.send(session, Tokens(self.engine.epoch, tuple(again)))
             for rows in sample.told:
-                self._give(session, RowsParcel(self.engine.epoch, request.request_id, rows))
+                self.delivery.give(session, RowsParcel(self.engine.epoch, request.request_id, rows))
             if sample.finished is not None:
                 self.send(session, sample.finished)
             self.engine.set_granted(sample, None if message.credit is None else index + message.credit)
@@ -325,89 +320,24 @@ class Clients:
     # Going out
 
     def send(self, session: Session, message: DaemonMessage) -> None:
-        """Send, or hold for a reader that is slow, or settle a session that is gone."""
-        self._give(session, Letter(encode(message)))
-
-    def _give(self, session: Session, parcel: Parcel) -> None:
-        if session.closed:
-            return
-        if not session.outbox:
-            sent = self._hand_over(session, parcel)
-            if sent is not Sent.FULL:
-                return
-            self._slow[session] = None
-            for request in session.requests.values():
-                self.engine.hold(request, SLOW_READER)
-        session.outbox.append(parcel)
-        if len(session.outbox) > MAX_OUTBOX:
-            log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
-            self.settle(session)
-
-    def _hand_over(self, session: Session, parcel: Parcel) -> Sent:
-        """Give a parcel to its reader; one that is gone, or has damaged its arena, is settled."""
-        try:
-            sent = parcel.give(session, self._send_bytes)
-        except ProtocolError as error:
-            log.warning("session %s of uid %d: %s", session.session_id, session.peer.uid, error)
-            self.metrics.garbage_total += 1
-            session.outbox.clear()
-            self._refuse(session.routing_id, session, error, None, None)
-            self.close(session, "protocol_error")
-            return Sent.GONE
-        if sent is Sent.GONE:
-            self.settle(session)
-        return sent
-
-    def retry(self) -> None:
-        """Offer slow readers what is held for them; whoever has taken everything goes on."""
-        for session in list(self._slow):
-            self._offer(session)
-
-    def _offer(self, session: Session) -> None:
-        while session.outbox and self._hand_over(session, session.outbox[0]) is Sent.YES:
-            session.outbox.popleft()
-        if not session.outbox:
-            self._slow.pop(session, None)
-            for request in session.requests.values():
-                self.engine.unhold(request)
-
-    @property
-    def has_slow(self) -> bool:
-        return bool(self._slow)
-
-    @property
-    def num_held(self) -> int:
-        """Messages held for slow readers."""
-        return sum(len(session.outbox) for session in self._slow)
+        self.delivery.send(session, message)
 
     def deliver(self, outputs: Iterable[Output]) -> None:
-        """What a turn produced: for each session the tokens, in its ring or in one message, then what ended."""
-        events: dict[Session, list[TokenBatch]] = {}
-        rings: dict[Session, list[tuple[int, TokenBatch]]] = {}
-        rows: list[tuple[Session, RowsParcel]] = []
-        others: list[tuple[Session, Finished | Notice]] = []
+        """What a turn produced."""
+        outputs = list(outputs)
+        parcels = list(parcels_of(outputs, self.engine.epoch))
         for request, message in outputs:
-            session = request.session
-            if isinstance(session, Session):
-                if isinstance(message, TokenBatch):
-                    if request.handle is None:
-                        events.setdefault(session, []).append(message)
-                    else:
-                        rings.setdefault(session, []).append((request.handle, message))
-                elif isinstance(message, Rows):
-                    rows.append((session, RowsParcel(self.engine.epoch, request.request_id, message)))
-                else:
-                    others.append((session, message))
             if isinstance(message, Finished) and request.done:
                 self._forget(request)
-        for session, parcel in rows:
-            self._give(session, parcel)
-        for session, records in rings.items():
-            self._give(session, RingTokens(records))
-        for session, batches in events.items():
-            self.send(session, Tokens(self.engine.epoch, tuple(batches)))
-        for session, message in others:
-            self.send(session, message)
+        for session, parcel in parcels:
+            self.delivery.give(session, parcel)
+
+    def _damaged(self, session: Session, error: ProtocolError) -> None:
+        """The client wrote into its arena what cannot be: its session ends, nobody else's."""
+        log.warning("session %s of uid %d: %s", session.session_id, session.peer.uid, error)
+        self.metrics.garbage_total += 1
+        self._refuse(session.routing_id, session, error, None, None)
+        self.close(session, "protocol_error")
 
     def _forget(self, request: Request) -> None:
         """The request is over; one that may be asked for again stays findable for its linger time."""
@@ -432,7 +362,7 @@ class Clients:
         if session.closed:
             return
         self.sessions.close(session)
-        self._slow.pop(session, None)
+        self.delivery.forget(session)
         self.sequences.settle(session, self.now)
         requests, session.requests = session.requests, {}
         for request in requests.values():

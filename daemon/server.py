@@ -169,7 +169,7 @@ class Server:
             return 0.0
         dues = [self._timers.next_due, self._engine.wake_at, self._stop_at]
         now = time.monotonic()
-        if self._clients.has_slow:
+        if self._clients.delivery.has_slow:
             dues.append(now + self._slow_retry_s)
         if self._engine.idle:
             dues.append(self._audit_due)
@@ -230,10 +230,10 @@ class Server:
 
     def _cron(self, now: float) -> None:
         self._timers.run(now)
-        if self._clients.has_slow:
-            before = self._clients.num_held
-            self._clients.retry()
-            progressed = self._clients.num_held < before
+        if self._clients.delivery.has_slow:
+            before = self._clients.delivery.num_held
+            self._clients.delivery.retry()
+            progressed = self._clients.delivery.num_held < before
             self._slow_retry_s = SLOW_RETRY_S if progressed else min(1.0, self._slow_retry_s * 1.5)
         self._audit(now)
 

@@ -28,8 +28,10 @@ from kvpool.client.protocol import (
 )
 from kvpool.daemon import calls
 from kvpool.daemon.calls import Calls
-from kvpool.daemon.clients import MAX_OUTBOX, Clients, Sent
+from kvpool.daemon.clients import Clients
 from kvpool.daemon.config import Config
+from kvpool.daemon.delivery import MAX_OUTBOX
+from kvpool.daemon.parcels import Sent
 from kvpool.daemon.sessions import Peer, Sessions
 from kvpool.daemon.timers import Timers
 from kvpool.daemon.users import is_admin
@@ -94,7 +96,7 @@ class Desk:
         for _ in range(turns):
             engine.turn(self.clients.now, step_done=engine.in_flight)
             self.clients.deliver(engine.take_outputs())
-            self.clients.retry()
+            self.clients.delivery.retry()
 
     def session(self, name: bytes) -> Any:
         return self.clients.sessions.get(name)
