@@ -35,8 +35,9 @@ def pointer(element: Any) -> Any:
 class Kernel:
     """PTX with one entry, and what a launcher must know about it.
 
-    `arguments` are (name, kind) in order; kind is pointer | int32 | int64 | uint64 | float32. `registers` is the budget
-    per thread that `ptxas` must keep without spilling; `shared_bytes` is dynamic shared memory beyond the static.
+    `arguments` are (name, kind) in order; kind is int32 | int64 | uint64 | float32, or an element type and `*` for an
+    address. `registers` is the budget per thread that `ptxas` must keep without spilling; `shared_bytes` is dynamic
+    shared memory beyond the static.
     """
 
     name: str
@@ -80,7 +81,7 @@ def _helpers_for_target() -> Iterator[None]:
 
 
 def _kind(argument_type: Any) -> str:
-    return "pointer" if isinstance(argument_type, types.CPointer) else str(argument_type)
+    return f"{argument_type.dtype}*" if isinstance(argument_type, types.CPointer) else str(argument_type)
 
 
 def _tidy(ptx: str, name: str) -> str:

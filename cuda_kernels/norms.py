@@ -54,4 +54,5 @@ def rms_norm(out: str = "float32", accumulate: bool = False) -> Kernel:
         "width": INT32,
         "eps": FLOAT32,
     }
-    return build(rms_norm, arguments, name="rms_norm", threads=THREADS, registers=48)
+    name = "rms_norm_accumulate" if accumulate else "rms_norm"
+    return build(rms_norm, arguments, name=name, threads=THREADS, registers=48)

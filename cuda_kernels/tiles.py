@@ -29,6 +29,20 @@ class TilePlan:
         """Splits of the longest tile: the first dimension of `paged_decode`'s grid."""
         return int(np.max(self.tiles[:, 2] // SPLIT_TOKENS - self.tiles[:, 1] // SPLIT_TOKENS, initial=0)) + 1
 
+    def of(self, sequences: NDArray[np.bool_]) -> TilePlan:
+        """Only the tiles of some sequences (S,)."""
+        chosen = sequences[self.tiles[:, 0]]
+        return TilePlan(self.tiles[chosen], self.tile_rows[chosen])
+
+
+def with_padding(plan: TilePlan, count: int) -> TilePlan:
+    """`count` more tiles in which nothing happens, so that a captured launch of more tiles can run this plan."""
+    if count == 0:
+        return plan
+    tiles = np.tile(np.array([0, 0, -1], np.int32), (count, 1))
+    rows = np.full((count, plan.tile_rows.shape[1]), -1, np.int32)
+    return TilePlan(np.concatenate([plan.tiles, tiles]), np.concatenate([plan.tile_rows, rows]))
+
 
 def row_tiles(query_start: Int32, seq_lens: Int32, rows_per_tile: int, window: int = 0) -> TilePlan:
     """Rows of a sequence in order, `rows_per_tile` at a time: decoding rows get a tile each.
