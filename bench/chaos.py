@@ -2,7 +2,7 @@
 
     python -m bench.chaos [--rounds 100] [--clients 4] [--seed 1]
 
-Every round lets a daemon (the tiny model on the CPU back end, steps of at least 10 ms) work for a random while, kills it
+Every round lets a daemon (tiny model, CPU back end, steps of at least 10 ms) work for a random while, kills it
 with SIGKILL, now and then kills the next ones while they start, and starts another. The clients go through a catalogue
 of requests: greedy and seeded, one answer and three, logprobs, penalties, stop strings, small windows. Every answer is
 held against the same request's in an undisturbed daemon: token ids, text, logprobs, candidates, finish reason; and the

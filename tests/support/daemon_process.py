@@ -80,6 +80,8 @@ class DaemonProcess:
                 pass_fds=self.pass_fds,
             )
         if wait and not any("READY=1" in told for told in self.told(START_TIMEOUT_S)):
+            self.process.kill()
+            self.process.wait()
             raise AssertionError(f"the daemon did not start:\n{self.log}")
         return self
 
