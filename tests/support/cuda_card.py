@@ -144,8 +144,9 @@ class TwinCard(Card):
 
     def _gather_rows(self, grid: tuple[int, ...], a: dict[str, Any], wide: set[str]) -> None:
         ids = self.view(a["ids"], grid[1], np.int32)
-        table = self._read(a["table"], (int(ids.max()) + 1, a["width"]), "table" in wide)
-        self._write(a["out"], table[ids].astype(np.float32) * np.float32(a["scale"]), True)
+        itemsize = 4 if "table" in wide else 2
+        entries = [self._read(a["table"] + itemsize * a["width"] * int(i), (a["width"],), "table" in wide) for i in ids]
+        self._write(a["out"], np.stack(entries).astype(np.float32) * np.float32(a["scale"]), True)
 
     def _rms_norm(self, grid: tuple[int, ...], a: dict[str, Any], wide: set[str], add: bool = False) -> None:
         shape = grid[0], a["width"]
@@ -167,8 +168,12 @@ class TwinCard(Card):
 
     def _float32_matmul(self, grid: tuple[int, ...], a: dict[str, Any], wide: set[str]) -> None:
         rows, outputs, width = a["num_rows"], a["num_outputs"], a["width"]
-        x = self._read(a["x" if "x" in a else "rows"], (rows, width), "x" in a)
-        out = x @ self._read(a["weight"], (outputs, width), "x" in a).T
+        x, weight = a["x" if "x" in a else "rows"], a["weight"]
+        if "x" in a:  # float32 stays float32: whole models are multiplied here
+            out = self.view(x, rows * width, np.float32).reshape(rows, width)
+            out = out @ self.view(weight, outputs * width, np.float32).reshape(outputs, width).T
+        else:
+            out = self._read(x, (rows, width), False) @ self._read(weight, (outputs, width), False).T
         if a["has_bias"]:
             out = out + self._read(a["bias"], (outputs,), True)
         if a["accumulate"]:
