@@ -151,6 +151,16 @@ def _daemon(address: Address) -> Iterator[Finding]:
     yield _versions(welcome)
     if figures.get("draining"):
         yield Finding("state", False, "draining: it takes no new work", "wait until it has stopped, and start it again")
+    yield from _journal(figures)
+
+
+def _journal(figures: Mapping[str, Any]) -> Iterator[Finding]:
+    state = figures.get("journal")
+    if state == "suspended":
+        reason = f"suspended, so a restart would lose what runs: {figures.get('journal_reason')}"
+        yield Finding("journal", False, reason, "make room there and let the daemon write; it tries again by itself")
+    elif state is not None:
+        yield Finding("journal", True if state == "on" else None, str(state))
 
 
 def _versions(welcome: Welcome) -> Finding:

@@ -29,10 +29,11 @@ from .block_pool import BlockPool
 from .calls import Calls
 from .clients import Clients
 from .config import Config
+from .devices import chosen_device, device_backend
 from .endpoint import Endpoint, open_endpoint, socket_path
 from .engine import DeviceLost, Engine
 from .journal import Journal
-from .ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, Ledger, plan_memory
+from .ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, CUDA_AUTO_SHARE, Ledger, plan_memory
 from .logs import start_logging
 from .metrics import Metrics
 from .options import ConfigError
@@ -98,26 +99,6 @@ def main(arguments: Sequence[str] | None = None, *, make_backend: MakeBackend | 
     return EXIT_OK
 
 
-def device_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
-    """The device that the settings ask for. Its compiler is imported here: it takes longer than all the rest."""
-    from ..model.cpu_backend import CpuBackend
-
-    if config.device == "cuda":
-        raise ConfigError("device: there is no CUDA back end in this installation; set device to cpu")
-    try:
-        return CpuBackend(
-            model.program,
-            model.checkpoint,
-            limits,
-            dtype=config.dtype,
-            kv_dtype=config.kv_dtype,
-            threads=config.threads or 0,
-            progress=progress,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def serve(
     config: Config,
     environ: Mapping[str, str],
@@ -173,7 +154,8 @@ def _assemble(
         window=_window(model),
     )
     runner = StepRunner(backend, limits, host_blocks=host_blocks, costs=scheduler.costs)
-    journal = make_journal(config, endpoint.path, {**dict(identity), "block_size": config.block_size})
+    same_bits = {"model": model.model_hash, "layout": backend.kv_layout, "block_size": config.block_size}
+    journal = make_journal(config, endpoint.path, same_bits)
     if journal is not None:
         stack.callback(journal.close)
     engine = Engine(scheduler, runner, Metrics(time.monotonic()), epoch=secrets.randbits(62), journal=journal)
@@ -332,6 +314,7 @@ def _load_model(config: Config, manager: Manager) -> tuple[LoadedModel, BackendL
 
 
 def _allocate(config: Config, limits: BackendLimits, backend: Backend) -> Ledger:
+    on_card = chosen_device(config) == "cuda"
     ledger = plan_memory(
         config,
         weights_bytes=backend.weights_bytes,
@@ -339,8 +322,8 @@ def _allocate(config: Config, limits: BackendLimits, backend: Backend) -> Ledger
         block_bytes=backend.block_bytes,
         available_bytes=backend.available_bytes(),
         max_model_len=limits.max_model_len,
-        auto_share=CPU_AUTO_SHARE,
-        auto_bytes=CPU_AUTO_BYTES,
+        auto_share=CUDA_AUTO_SHARE if on_card else CPU_AUTO_SHARE,
+        auto_bytes=None if on_card else CPU_AUTO_BYTES,
     )
     for line in ledger.lines():
         log.info("%s", line)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpool.client.protocol import Submit, pack_token_ids
 from kvpool.daemon.journal import Journal
-from kvpool.daemon.submission import make_request
+from kvpool.daemon.submission import make_request, submit_of
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.cpu_backend import CpuBackend
 from tests.support.engine_harness import MAX_MODEL_LEN, Harness, prompts, tiny_model
@@ -144,6 +146,27 @@ def test_restart_after_restart(backend: Backend, path: Path, undisturbed: dict[t
         harness = next_daemon(backend, path, harness)
     assert finish(harness) == undisturbed
     crash(harness)
+
+
+def test_a_request_is_written_down_whole(backend: Backend) -> None:
+    """A new field of Submit has to be thought of in `submit_of`."""
+    harness = start(backend, None)
+    plain = Submit("r", prompt=pack_token_ids([5, 6]), params={"max_tokens": 3})
+    full: dict[str, Any] = {
+        "priority": 3,
+        "deadline_s": 50.0,
+        "credit": 7,
+        "want_text": False,
+        "keep": True,
+        "linger_s": 4.0,
+        "want_logits": True,
+    }
+    elsewhere = {"request_id", "prompt", "messages", "params", "upload", "handle"}
+    messages = [replace(plain, **full), replace(plain, params={"max_tokens": 0}, pooling="mean")]
+    assert elsewhere | set(full) | {"pooling"} == {field.name for field in dataclasses.fields(Submit)}
+    for message in messages:
+        assert submit_of(make_request(message, harness.text, 1, 100.0)) == message
+    harness.text.close()
 
 
 def test_drawn_seeds_are_kept(backend: Backend, path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import AsyncClient, ConnectionLost, NotFound, ShuttingDown, Unsupported
+from kvpool.client.cli_doctor import examine
 from kvpool.client.protocol import Accepted, Attach, Finished, Submit, Tokens
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.model.backend import BackendLimits
@@ -197,5 +198,8 @@ def test_a_directory_that_cannot_be_written_suspends_the_journal_only(daemon: Da
         stats = pool.stats()
         assert stats["journal"] == "suspended"
         assert str(journal_of(daemon)) in stats["journal_reason"]
+        found = {finding.name: finding for finding in examine(daemon.address, {})}["journal"]
+        assert found.ok is False
+        assert str(journal_of(daemon)) in found.detail
         assert len(pool.generate(PROMPT, max_tokens=4, ignore_eos=True).token_ids) == 4
     assert "a restart would lose what runs" in daemon.log
