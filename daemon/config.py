@@ -17,7 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from .limits import OwnerLimits, SchedulerLimits
-from .options import LISTEN, MODE, SWITCH, ConfigError, Option, choice, number, option, options, quote, size, text, whole
+from .options import (
+    LISTEN,
+    MODE,
+    SWITCH,
+    ConfigError,
+    Option,
+    choice,
+    number,
+    option,
+    options,
+    quote,
+    size,
+    text,
+    whole,
+)
 
 FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S")
 """Names in the environment that begin like ours and are read by somebody else: command line, model room, clients."""
@@ -64,6 +78,11 @@ class Config:
     )
     kv_dtype: str = option(
         "auto", choice("auto", "float32", "bfloat16", "float16", "int8", "fp8"), "how keys and values are held"
+    )
+    products: str = option(
+        "exact",
+        choice("exact", "fast"),
+        "matrix products on a GPU; fast: the vendor's for prompts, whose bits then depend on how they were cut",
     )
     pool_bytes: int | None = option(
         None, size(auto=True), "memory for keys and values; auto: what the sequences can use at most, as far as it fits"
