@@ -22,6 +22,7 @@ from .requests import (
     EMBED_PARAMS,
     Options,
     Prompt,
+    beam_params,
     make_generate,
     make_submit,
     merge_params,
@@ -131,6 +132,22 @@ class AsyncClient:
         finally:
             for stream in streams:
                 stream.close()
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        width: int,
+        max_tokens: int,
+        n: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Result:
+        """As `Client.beam_search`."""
+        params = beam_params(width, max_tokens, n, length_penalty, early_stopping)
+        return await self.generate(prompt, params, timeout_s=timeout_s, **options)
 
     async def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
         """As `Client.chat`."""

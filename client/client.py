@@ -21,6 +21,7 @@ from .requests import (
     EMBED_PARAMS,
     Options,
     Prompt,
+    beam_params,
     make_generate,
     make_submit,
     merge_params,
@@ -147,6 +148,23 @@ class Client:
         finally:
             for stream in streams:
                 stream.close()
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        width: int,
+        max_tokens: int,
+        n: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Result:
+        """The `n` likeliest answers (None: `width`) that a search with `width` beams finds, best first, with the
+        logprob of every token. `options` are those of `generate`."""
+        params = beam_params(width, max_tokens, n, length_penalty, early_stopping)
+        return self.generate(prompt, params, timeout_s=timeout_s, **options)
 
     def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Any) -> Result:
         """`generate` for the turns of a conversation, `{"role": ..., "content": ...}` each."""

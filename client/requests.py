@@ -89,6 +89,22 @@ def merge_params(params: SamplingParams | None, overrides: Mapping[str, Any]) ->
         raise InvalidArgument(f"is not a sampling parameter; there are {', '.join(known)}", field=wrong) from None
 
 
+def beam_params(
+    width: int, max_tokens: int, n: int | None, length_penalty: float, early_stopping: bool
+) -> SamplingParams:
+    """Those of a beam search; InvalidArgument names `beam_width` for a width out of range."""
+    if width < 1:
+        raise InvalidArgument("must be at least 1", field="width")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        beam_width=width,
+        n=width if n is None else n,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        logprobs=0,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a request runs, besides what is sampled."""

@@ -41,6 +41,11 @@ class Output:
     usage: Usage
     error: KVPoolError | None = None
 
+    @property
+    def sum_logprobs(self) -> float | None:
+        """Of all its tokens; None unless logprobs were asked for."""
+        return None if self.logprobs is None else sum(self.logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:

@@ -24,6 +24,9 @@ MAX_TOP_K = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # each beam has twice as many candidates
+MAX_BEAM_TOKENS = 4096  # they come in one message
+MAX_LENGTH_PENALTY = 10.0
 MAX_STOPS = 32
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
@@ -100,6 +103,10 @@ class SamplingParams:
     min_p: leave out what is less likely than min_p times the most likely; 0: off.
     seed: the same seed gives the same tokens whatever else the daemon does; None: a fresh one.
     n: how many answers, each with its own randomness.
+    best_of: generate so many, and give the n with the highest logprob per token, best first, once all are complete.
+    beam_width: beam search with so many beams; the n best answers come, best first, once it is over. 0: off.
+    length_penalty: of a beam search: answers are ranked by the sum of their logprobs over length ** length_penalty.
+    early_stopping: a beam search is over when it has beam_width answers, also if a better one might still come.
     stop: strings that end the text; they are not part of it unless `include_stop_str_in_output`.
     stop_token_ids: token ids that end the text, besides the model's own.
     ignore_eos: the model's own end of text does not end it.
@@ -120,6 +127,10 @@ class SamplingParams:
     min_p: Annotated[float, Real(0.0, 1.0)] = 0.0
     seed: Annotated[int | None, Optional(Integer(0, MAX_SEED))] = None
     n: Annotated[int, Integer(1, MAX_N)] = 1
+    best_of: Annotated[int | None, Optional(Integer(1, MAX_N))] = None
+    beam_width: Annotated[int, Integer(0, MAX_BEAM_WIDTH)] = 0
+    length_penalty: Annotated[float, Real(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)] = 1.0
+    early_stopping: Annotated[bool, Flag()] = False
     stop: Annotated[Sequence[str], Distinct(ListOf(Text(MAX_STOP_BYTES, min_bytes=1), MAX_STOPS))] = ()
     stop_token_ids: Annotated[Sequence[int], Distinct(ListOf(_TOKEN_ID, MAX_STOP_TOKEN_IDS))] = ()
     ignore_eos: Annotated[bool, Flag()] = False
@@ -153,6 +164,31 @@ class SamplingParams:
                 "must hold a token that is not in stop_token_ids, as min_tokens forbids those at first",
                 field="allowed_token_ids",
             )
+
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidArgument(f"must be at least n, {self.n}", field="best_of")
+        if self.beam_width:
+            self._check_beams()
+
+    @property
+    def num_samples(self) -> int:
+        """Answers that are generated; `n` of them are given."""
+        return self.best_of or self.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that work at once."""
+        return max(self.num_samples, self.beam_width)
+
+    def _check_beams(self) -> None:
+        """A beam search follows the model's own likelihoods: what would change or cut them is refused, not ignored."""
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise InvalidArgument("cannot be used with beam_width; leave it at its default", field=name)
+        if self.n > self.beam_width:
+            raise InvalidArgument(f"must be at most beam_width, {self.beam_width}", field="n")
+        if self.max_tokens > MAX_BEAM_TOKENS:
+            raise InvalidArgument(f"must be at most {MAX_BEAM_TOKENS} with beam_width", field="max_tokens")
 
     def validate(self, *, vocab_size: int | None = None, max_model_len: int | None = None) -> None:
         """Check against a model what depends on it; None: not known here. Raises InvalidArgument naming the field."""
@@ -198,6 +234,22 @@ class SamplingParams:
 _FIELDS = record_of(SamplingParams).fields
 _SPECS: dict[str, Spec] = {field.name: field.spec for field in _FIELDS}
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in _FIELDS}
+
+
+_NOT_WITH_BEAMS = (
+    "best_of",
+    "top_k",
+    "top_p",
+    "min_p",
+    "min_tokens",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
 
 
 def _plain(value: Any) -> Any:

@@ -234,7 +234,7 @@ class Clients:
             request.handle = message.handle
         submit(request)
         session.requests[request.request_id] = request
-        self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
+        self.send(session, Accepted(self.engine.epoch, request.request_id, request.params.n))
         if session.outbox:
             self.engine.hold(request, SLOW_READER)
         return request
@@ -270,16 +270,17 @@ class Clients:
             raise Unsupported(f"the daemon was restarted, and cannot go on with this: {why}", field="request_id")
         if request is None:
             raise NotFound("no request of this user has this id, or it is over", field="request_id")
-        have = [*message.have, *[0] * len(request.samples)][: len(request.samples)]
-        for sample, index in zip(request.samples, have, strict=True):
+        samples = [] if request.withheld else request.samples  # else there is nothing to send again
+        have = [*message.have, *[0] * len(samples)][: len(samples)]
+        for sample, index in zip(samples, have, strict=True):
             ahead = index > sample.num_sent and not request.taken_up  # else it comes again, and the client skips it
             if ahead or (index < sample.num_sent and not sample.history):
                 raise NotFound(f"tokens from {index} on are not kept; submit with linger_s", field="have")
         self._take_from(request)
         request.session, request.handle = session, None
         session.requests[request.request_id] = request
-        self.send(session, Accepted(self.engine.epoch, request.request_id, len(request.samples)))
-        for sample, index in zip(request.samples, have, strict=True):
+        self.send(session, Accepted(self.engine.epoch, request.request_id, request.params.n))
+        for sample, index in zip(samples, have, strict=True):
             again = [batch for batch in sample.history if batch.index + len(batch.token_ids) > index]
             if again:
                 self.send(session, Tokens(self.engine.epoch, tuple(again)))

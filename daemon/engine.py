@@ -23,6 +23,8 @@ import numpy as np
 from ..client.errors import InternalError, KVPoolError, NumericError, Unsupported
 from ..client.protocol import ErrorInfo, Finished, Notice, TokenBatch
 from ..model.batch import StepResult
+from .beam_runs import BeamRuns
+from .best_of import choose
 from .journal import Journal
 from .journal_records import KnownRequest
 from .metrics import Metrics
@@ -70,6 +72,8 @@ class Engine:
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
         self._outputs: list[Output] = []
         self._between: list[Callable[[], None]] = []
+        self._beams = BeamRuns(scheduler, runner, self._samples)
+        self._searching: dict[Request, None] = {}  # beam searches that the last step gave candidates
         self._plan: StepPlan | None = None  # in flight
         self._launched_at = 0.0
         self._changed = False  # something happened since the scheduler last had nothing to do
@@ -127,12 +131,20 @@ class Engine:
         params, new = request.params, sequence is None
         if sequence is not None and params.prompt_logprobs is not None:
             raise Unsupported("its tokens are not computed again; submit them as a prompt", field="prompt_logprobs")
-        self.scheduler.check_admission(request.uid, len(request.prompt_ids), params.max_tokens, params.n, new=new)
+        self.scheduler.check_admission(
+            request.uid, len(request.prompt_ids), params.max_tokens, params.num_sequences, new=new
+        )
         if self.journal is not None:
             request.journal_key = self.journal.accept(
-                request.uid, submit_of(request), params.n, request.seed, request.arrival, time.time()
+                request.uid, submit_of(request), request.params.num_samples, request.seed, request.arrival, time.time()
             )
-        samples = [Sample.of(request, index, sequence) for index in range(params.n)]
+        self.metrics.requests_total += 1
+        self.metrics.prompt_tokens_total += len(request.prompt_ids)
+        self._changed = True
+        if params.beam_width:
+            self._beams.begin(request)
+            return
+        samples = [Sample.of(request, index, sequence) for index in range(request.params.num_samples)]
         sequences = [sample.sequence for sample in samples]
         if sequence is not None:
             self.scheduler.generate(sequence, params.max_tokens, deadline=request.deadline)
@@ -144,9 +156,6 @@ class Engine:
         for sample in samples:
             self._samples[sample.sequence.sequence_id] = sample
             self._pause_without_credit(sample)
-        self.metrics.requests_total += 1
-        self.metrics.prompt_tokens_total += len(request.prompt_ids)
-        self._changed = True
 
     def take_up(self, request: Request, known: KnownRequest) -> None:
         """Go on with a request where an earlier daemon left it: what it was given is known, and nothing computed.
@@ -155,12 +164,22 @@ class Engine:
         """
         params, total = request.params, len(request.prompt_ids)
         request.journal_key, request.taken_up = known.accept.key, True
-        request.samples = [Sample.of(request, index) for index in range(params.n)]
         error: KVPoolError | None = None
         try:
             self.scheduler.check_possible(request.uid, total, params.max_tokens)
         except KVPoolError as refusal:
             error = refusal
+        if params.beam_width and not known.done:  # then none of its answers was given out: it begins anew
+            self._beams.begin(request)
+            if error is not None:
+                self.cancel(request, "error", error)
+        else:
+            self._restore_samples(request, known, error)
+        self.metrics.requests_taken_up_total += 1
+        self._changed = True
+
+    def _restore_samples(self, request: Request, known: KnownRequest, error: KVPoolError | None) -> None:
+        request.samples = [Sample.of(request, index) for index in range(request.params.num_samples)]
         for sample, past in zip(request.samples, known.samples, strict=True):
             sample.restore(past, self.epoch)
             if sample.finished is None:
@@ -172,8 +191,8 @@ class Engine:
                     self._end(sample, "stop")
             if sample.num_sent:
                 request.first_token_at = request.arrival
-        self.metrics.requests_taken_up_total += 1
-        self._changed = True
+        if request.withheld and request.done:
+            choose(request)
 
     def cancel(self, request: Request, reason: str = "cancelled", error: KVPoolError | None = None) -> None:
         """End every sample of a request, in whatever state it is. Those that have ended stay as they are."""
@@ -189,11 +208,14 @@ class Engine:
 
     def set_granted(self, sample: Sample, granted: int | None) -> None:
         """A new reader: `granted` tokens of the sample may be given out in all; None: as many as there are."""
-        sample.granted = granted
-        self._resume_if_allowed(sample)
+        if not sample.request.withheld:
+            sample.granted = granted
+            self._resume_if_allowed(sample)
 
     def hold(self, request: Request, reason: str) -> None:
-        """Stop working on a request whose messages cannot be delivered."""
+        """Stop working on a request whose messages cannot be delivered. A beam search has none before it is over."""
+        if request.search is not None:
+            return
         request.held = reason
         for sample in request.samples:
             self._pause(sample, reason)
@@ -246,8 +268,10 @@ class Engine:
         for sample, part in prompt_parts:
             self._take_prompt_part(sample, part)
         sampled = self._take_tokens(plan, result, now)
-        for sequence in self.scheduler.update(plan, sampled):
-            self._retire(self._samples[sequence.sequence_id])
+        self._retire_all(self.scheduler.update(plan, sampled))
+        for request in self._searching:
+            self._give_answers(self._beams.advance(request))
+        self._searching = {}
         for sequence_id in sampled:
             if sequence_id in self._samples:
                 self._pause_without_credit(self._samples[sequence_id])
@@ -265,6 +289,10 @@ class Engine:
                 self._end(sample, "error", NumericError("the model's output for this sequence is not a number"))
                 continue
             top = _top(result, row, sample.num_logprobs) if sample.num_logprobs else ()
+            if sample.request.search is not None:
+                sample.candidates, sampled[chunk.sequence.sequence_id] = top, None
+                self._searching[sample.request] = None
+                continue
             logits = result.logits[row] if result.logits is not None and sample.request.want_logits else None
             sample.fresh.append(Token(token_ids[row], logprobs[row], top, logits))
             if sample.has_penalties:
@@ -291,8 +319,7 @@ class Engine:
         while self._plan is None:
             plan = self.scheduler.schedule(now)
             self._wake_at = plan.wake_at
-            for sequence in plan.expired:
-                self._retire(self._samples[sequence.sequence_id])
+            self._retire_all(plan.expired)
             for sequence in plan.preempted:
                 self._note_preemption(sequence)
             if plan.empty:
@@ -336,13 +363,26 @@ class Engine:
             sample.error = error
             self._retire(sample)
 
+    def _retire_all(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            sample = self._samples.get(sequence.sequence_id)
+            if sample is not None:  # the first beam of a search that ends takes the others with it
+                self._retire(sample)
+
     def _retire(self, sample: Sample) -> None:
         """The sample's answer has ended; what is left is to say so."""
         del self._samples[sample.sequence.sequence_id]
         sample.finish_reason = sample.sequence.finish_reason
         self.runner.release(sample)
-        self._to_flush[sample] = None
+        if sample.request.search is None:
+            self._to_flush[sample] = None
+        else:
+            self._give_answers(self._beams.end(sample.request, sample.finish_reason, sample.error))
         self._changed = True
+
+    def _give_answers(self, answers: Iterable[Sample]) -> None:
+        """The answers of a search that is over."""
+        self._to_flush.update(dict.fromkeys(answers))
 
     def _pause_without_credit(self, sample: Sample) -> None:
         if sample.granted is not None and sample.num_sent + len(sample.fresh) >= sample.granted:
@@ -393,7 +433,7 @@ class Engine:
             self._outputs.append(Output(sample.request, Rows("logits", batch.index, values, sample.index)))
         if batch is not None:
             self.metrics.tokens_generated_total += len(batch.token_ids)
-            self._outputs.append(Output(sample.request, batch))
+            self._say(sample.request, batch)
             if self.journal is not None and sample.request.journal_key is not None:
                 self.journal.tokens(sample.request.journal_key, batch)
         if sample.stopped and self._is_live(sample):
@@ -402,8 +442,15 @@ class Engine:
             return True
         if sample.sequence.in_flight and not sample.sequence.finished:
             return False
-        self._outputs.append(Output(sample.request, self._finished(sample)))
+        self._say(sample.request, self._finished(sample))
         return True
+
+    def _say(self, request: Request, message: TokenBatch | Finished) -> None:
+        """Now, or once it is known that it belongs to an answer."""
+        if not request.withheld:
+            self._outputs.append(Output(request, message))
+        elif request.done:
+            self._outputs += [Output(request, kept) for kept in choose(request)]
 
     def _finished(self, sample: Sample) -> Finished:
         reason = "stop" if sample.stopped else sample.finish_reason or "error"

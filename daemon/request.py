@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from .journal_records import KnownSample
 from .prompt_rows import Collector, Rows, collector_of
 from .sequence import Sequence, SequenceState
 from .text import Text
+
+if TYPE_CHECKING:
+    from .beam_search import BeamSearch
 
 RESTORED_BATCH = 1024
 """Tokens in one message of those that an earlier daemon gave out; below the wire's MAX_TOKENS_PER_EVENT."""
@@ -74,7 +77,14 @@ class Request:
     samples: list[Sample] = field(default_factory=list)
     first_token_at: float | None = None
     journal_key: int | None = None  # None: no journal has it
+    search: BeamSearch | None = None  # while one runs: the samples are its beams
+    chosen: bool = False  # the best of its samples are known
     taken_up: bool = False  # from an earlier daemon: its owner will ask for what was given out before
+
+    @property
+    def withheld(self) -> bool:
+        """It is not known yet which its answers are: they come all at once."""
+        return self.search is not None or (self.params.num_samples > self.params.n and not self.chosen)
 
     @property
     def done(self) -> bool:
@@ -108,6 +118,8 @@ class Sample:
     history: list[TokenBatch] = field(default_factory=list)  # what was given out, where the request may be resumed
     collector: Collector | None = None  # of what is to be told about the prompt's tokens
     told: list[Rows] = field(default_factory=list)  # what it told, where the request may be resumed
+    candidates: tuple[tuple[int, float], ...] | None = None  # of a beam: its next tokens, while it waits for the others
+    sum_logprobs: float = 0.0  # of the tokens given out
     token_counts: dict[int, int] = field(default_factory=dict)  # for penalties: times generated; 0: only in the prompt
 
     @classmethod
@@ -131,7 +143,7 @@ class Sample:
             sequence,
             request.text.detokenizer(show_special=not params.skip_special_tokens) if request.text else None,
             StopStrings(params.stop, include=params.include_stop_str_in_output) if params.stop else None,
-            request.credit,
+            None if request.withheld else request.credit,
             params.logprobs or 0,
             params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty),
         )
@@ -185,18 +197,19 @@ class Sample:
         del tokens[len(texts) :]
         if not tokens:
             return None
-        params, first = self.request.params, self.num_sent
+        params, withheld, first = self.request.params, self.request.withheld, self.num_sent
         self.num_sent += len(tokens)
+        self.sum_logprobs += sum(token.logprob for token in tokens)
         batch = TokenBatch(
             self.request.request_id,
             self.index,
             first,
             tuple(token.token_id for token in tokens),
             tuple(texts) if self.request.want_text else (),
-            tuple(token.logprob for token in tokens) if params.logprobs is not None else (),
+            tuple(token.logprob for token in tokens) if withheld or params.logprobs is not None else (),
             tuple(token.top for token in tokens) if params.logprobs else (),
         )
-        if self.request.linger_s > 0 or self.request.taken_up:
+        if self.request.linger_s > 0 or self.request.taken_up or withheld:
             self.history.append(batch)
         return batch
 

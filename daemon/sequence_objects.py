@@ -170,7 +170,7 @@ class SequenceObjects:
     def generate(self, found: SequenceObject, request: Request) -> None:
         """Let it go on with the answer that the request asks for."""
         found.require_idle()
-        if request.params.n > 1:
+        if request.params.num_sequences > 1:
             raise InvalidArgument("a sequence goes on in one way; fork it for others", field="n")
         self._engine.submit(request, found.sequence)
         found.request = request

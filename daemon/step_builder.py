@@ -131,7 +131,7 @@ class StepBuilder:
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._seeds[slot] = sample.seed
-        self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._num_logprobs[slot] = sample.num_logprobs
         self._repetition_penalty[slot] = params.repetition_penalty
         self._presence_penalty[slot] = params.presence_penalty
         self._frequency_penalty[slot] = params.frequency_penalty

@@ -20,8 +20,10 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
     params.validate(vocab_size=text.vocab_size)
     if message.pooling is not None and (params.max_tokens, params.n, params.prompt_logprobs) != (0, 1, None):
         raise InvalidArgument("only embeds the prompt: set max_tokens to 0, and n to 1", field="pooling")
-    if message.keep and params.n > 1:
-        raise InvalidArgument("only one sequence can be kept; set n to 1, and fork what is kept", field="keep")
+    if message.keep and params.num_sequences > 1:
+        raise InvalidArgument("only one sequence can be kept; ask for one answer, and fork what is kept", field="keep")
+    if message.want_logits and params.beam_width:
+        raise InvalidArgument("a beam search has no logits of its own; set beam_width to 0", field="want_logits")
     stop_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else text.eos_token_ids)
     if params.min_tokens and params.allowed_token_ids and stop_token_ids.issuperset(params.allowed_token_ids):
         raise InvalidArgument(

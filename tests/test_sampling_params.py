@@ -243,7 +243,7 @@ def test_wire_must_be_a_map(wire: object) -> None:
         SamplingParams.from_wire(wire)
 
 
-@pytest.mark.parametrize("name", ["max_token", "best_of", "__class__", "to_wire", "", 5, None, "x" * 1000])
+@pytest.mark.parametrize("name", ["max_token", "use_beam_search", "__class__", "to_wire", "", 5, None, "x" * 1000])
 def test_unknown_wire_names_are_refused_by_name(name: object) -> None:
     with pytest.raises(InvalidArgument, match="not a sampling parameter") as caught:
         SamplingParams.from_wire({"top_p": 0.5, name: 1})
