@@ -65,6 +65,25 @@ def row_tiles(query_start: Int32, seq_lens: Int32, rows_per_tile: int, window: i
     )
 
 
+def shared_prefixes(block_tables: Int32, seq_lens: Int32, block_size: int) -> list[tuple[list[int], int]]:
+    """Groups of sequences that begin with the same blocks, at least a split of them: (sequences, shared tokens).
+
+    The shared tokens end before any member's last one, whose row must see its own block.
+    """
+    blocks = SPLIT_TOKENS // block_size
+    groups: dict[bytes, list[int]] = {}
+    for sequence in np.flatnonzero(seq_lens > SPLIT_TOKENS):
+        groups.setdefault(block_tables[sequence, :blocks].tobytes(), []).append(int(sequence))
+    found = []
+    for members in groups.values():
+        if len(members) > 1:
+            whole = (int(seq_lens[members].min()) - 1) // block_size
+            tables = block_tables[members, :whole]
+            differ = (tables != tables[0]).any(axis=0)
+            found.append((members, (int(differ.argmax()) if differ.any() else whole) * block_size))
+    return found
+
+
 def shared_prefix_tiles(plan: TilePlan, groups: Iterable[tuple[Sequence[int], int]]) -> TilePlan:
     """Make sequences that begin with the same blocks read them once (cascade); their outputs keep their bits.
 

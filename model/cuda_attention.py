@@ -41,6 +41,7 @@ class AttentionPlan:
     columns: int
     grid_splits: int
     chunks: tuple[Chunk, ...]
+    in_parts: bool = False  # some row sees several splits
     num_prefill_tiles: int = 0
 
 
@@ -84,9 +85,9 @@ class Attention:
         """Arrays that a plan fills, by name."""
         found: dict[str, tuple[int, DTypeLike]] = {"sequences": (self._max_rows, np.int32)}
         for window in self._windows:
-            found[f"tiles {window}"] = (3 * self._max_rows, np.int32)
+            found[f"tiles {window}"] = (2 * 3 * self._max_rows, np.int32)  # twice: tiles of shared prefixes
             rows = self._rows_per_tile(paged_decode.max_columns(self.shape))
-            found[f"tile_rows {window}"] = (self._max_rows * rows, np.int32)
+            found[f"tile_rows {window}"] = (2 * self._max_rows * rows, np.int32)
             if self._fast:
                 found[f"prefill_tiles {window}"] = (3 * self._max_rows, np.int32)
                 rows = paged_prefill.rows_per_tile(self.shape)
@@ -118,7 +119,10 @@ class Attention:
 
     def _plan(self, batch: StepBatch, counts: Int32, rows: int, window: int, arrays: Mirror) -> AttentionPlan:
         decoding = bool((counts == 1).all())
-        columns = (paged_decode.min_columns if decoding else paged_decode.max_columns)(self.shape)
+        shared = []
+        if decoding and window == 0 and rows <= self._parts_rows:
+            shared = tiles.shared_prefixes(batch.block_tables, batch.seq_lens, self.shape.block_size)
+        columns = (paged_decode.max_columns if shared or not decoding else paged_decode.min_columns)(self.shape)
         rows_per_tile = self._rows_per_tile(columns)
         plan = tiles.row_tiles(batch.query_start, batch.seq_lens, rows_per_tile, window)
         num_prefill = 0
@@ -130,11 +134,15 @@ class Attention:
             arrays.put(f"prefill_tile_rows {window}", prefill.tile_rows)
             plan, num_prefill = plan.of(~prompts), len(prefill.tiles)
         padding = rows - len(batch.tokens)
+        if shared and rows_per_tile > 1:
+            plan = tiles.shared_prefix_tiles(plan, shared)
+            padding = 2 * rows - len(plan.tiles)  # at most as many shared tiles as rows: one size to capture
         plan = tiles.with_padding(plan, padding)
         arrays.put(f"tiles {window}", plan.tiles)
         arrays.put(f"tile_rows {window}", plan.tile_rows)
         splits = min(1 << (plan.grid_splits - 1).bit_length(), self._max_splits)  # few sizes: few captured graphs
-        return AttentionPlan(columns, splits, self._chunks(plan, padding, rows), num_prefill)
+        chunks = (Chunk(0, len(plan.tiles), 0, rows),) if shared else self._chunks(plan, padding, rows)
+        return AttentionPlan(columns, splits, chunks, bool(shared) or splits > 1, num_prefill)
 
     def _chunks(self, plan: tiles.TilePlan, padding: int, rows: int) -> tuple[Chunk, ...]:
         """Cut a plan so that no launch's rows need more room than there is for parts."""
@@ -190,7 +198,7 @@ class Attention:
             (plan.grid_splits, shape.num_kv_heads * paged_decode.head_chunks(shape), chunk.num_tiles),
             (*inputs, at.out, *shifted, self.max_blocks, self._max_splits, window, scale),
         )
-        if plan.grid_splits == 1:
+        if not plan.in_parts:
             return  # every row saw one split, and `paged_decode` wrote its output
         width = shape.num_heads * shape.head_dim
         out = at.out + first * width * (4 if self._out == "float32" else 2)

@@ -21,7 +21,7 @@ from ..cuda_kernels.kv_formats import KV_FORMATS
 from ..cuda_kernels.layout import AttentionShape
 from .backend import BackendLimits, Progress
 from .batch import SamplingBatch, StepBatch, StepResult
-from .cuda_attention import Attention
+from .cuda_attention import Attention, AttentionPlan
 from .cuda_device import Bytes, CudaDevice, CupyDevice, Work
 from .cuda_pool import CudaPool
 from .cuda_program import (
@@ -37,6 +37,9 @@ from .cuda_staging import Mirror
 from .cuda_weights import DTYPES, upload_weights
 from .program import Logits, PagedAttention, Program
 from .weights import Checkpoint
+
+KV_LAYOUT_VERSION = 1
+"""Goes up with every change of a block's layout or of a kernel's arithmetic: stored blocks are computed anew then."""
 
 LIST_ENTRIES = 1 << 19  # of bias, penalties and allowed tokens in one sampling launch, at least one row's
 _LISTS = ("penalty", "bias", "allowed")
@@ -102,7 +105,7 @@ class CudaBackend:
             progress("preparing kernels", i / len(kernels))
             self._device.prepare(kernel)
         progress("preparing kernels", 1.0)
-        self._graphs: dict[tuple[int, int], Work | None] = {}
+        self._graphs: dict[tuple[int, tuple[AttentionPlan, ...]], Work | None] = {}
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._flight: Flight | None = None
 
@@ -112,6 +115,11 @@ class CudaBackend:
     def description(self) -> str:
         kv = self._attention.shape.kv
         return f"cuda, {self._device.name}, {self._weights.element} weights, {kv} KV, {self._products} products"
+
+    @property
+    def kv_layout(self) -> str:
+        kv = self._attention.shape.kv
+        return f"cuda-{KV_LAYOUT_VERSION}-{self._device.name}-{self._weights.element}-{kv}-{self._products}"
 
     @property
     def weights_bytes(self) -> int:
@@ -265,7 +273,7 @@ class CudaBackend:
 
     def _run_graph(self, step: Step) -> None:
         """Replay the captured launches of this size; capture them first, or launch one by one where that fails."""
-        key = step.num_rows, max(plan.grid_splits for plan in step.plans.values())
+        key = step.num_rows, tuple(step.plans.values())
         if key not in self._graphs:
             self._graphs[key] = self._device.capture(lambda: self._launch_all(step))
         graph = self._graphs[key]
