@@ -236,7 +236,7 @@ class Clients:
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, request.params.n))
         if session.outbox:
-            self.engine.hold(request, SLOW_READER)
+            self.engine.pace.hold(request, SLOW_READER)
         return request
 
     def _require_bulk(self, session: Session) -> None:
@@ -261,7 +261,7 @@ class Clients:
     def _credit(self, session: Session, message: Credit) -> None:
         request = session.requests.get(message.request_id)
         if request is not None:
-            self.engine.grant(request, message.amount, message.sample)
+            self.engine.pace.grant(request, message.amount, message.sample)
 
     def _attach(self, session: Session, message: Attach) -> None:
         """Take a request of the same user over, and send again what the client does not have."""
@@ -288,7 +288,7 @@ class Clients:
                 self.delivery.give(session, RowsParcel(self.engine.epoch, request.request_id, rows))
             if sample.finished is not None:
                 self.send(session, sample.finished)
-            self.engine.set_granted(sample, None if message.credit is None else index + message.credit)
+            self.engine.pace.set_granted(sample, None if message.credit is None else index + message.credit)
         if request.done:
             self._forget(request)
 
@@ -369,7 +369,7 @@ class Clients:
         for request in requests.values():
             request.session = None
             if request.linger_s > 0:
-                self.engine.unhold(request)
+                self.engine.pace.unhold(request)
                 self._lingering.keep(request, self.now + request.linger_s)
             else:
                 self.engine.cancel(request)

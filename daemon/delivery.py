@@ -49,7 +49,7 @@ class Delivery:
                 return
             self._slow[session] = None
             for request in session.requests.values():
-                self._engine.hold(request, SLOW_READER)
+                self._engine.pace.hold(request, SLOW_READER)
         session.outbox.append(parcel)
         if len(session.outbox) > MAX_OUTBOX:
             log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
@@ -78,7 +78,7 @@ class Delivery:
         if not session.outbox:
             self._slow.pop(session, None)
             for request in session.requests.values():
-                self._engine.unhold(request)
+                self._engine.pace.unhold(request)
 
     def forget(self, session: Session) -> None:
         """It is over: nothing is held for it any more."""

@@ -29,17 +29,17 @@ from .journal import Journal
 from .journal_records import KnownRequest
 from .metrics import Metrics
 from .observations import note_occupancy, note_plan, note_token
+from .pace import Pace
 from .prompt_rows import PromptPart, Rows
 from .request import Request, Sample, Token
 from .scheduler import Scheduler
 from .sequence import Sequence
-from .step_plan import Chunk, StepPlan
+from .step_plan import StepPlan
 from .step_runner import StepRunner
 from .submission import submit_of
 
 log = logging.getLogger(__name__)
 
-NO_CREDIT = "its reader granted no more tokens"
 MAX_FAILURES = 3
 
 
@@ -72,6 +72,7 @@ class Engine:
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
         self._outputs: list[Output] = []
         self._between: list[Callable[[], None]] = []
+        self.pace = Pace(scheduler, runner, self._samples, self._notice)
         self._beams = BeamRuns(scheduler, runner, self._samples)
         self._searching: dict[Request, None] = {}  # beam searches that the last step gave candidates
         self._plan: StepPlan | None = None  # in flight
@@ -155,7 +156,7 @@ class Engine:
         request.samples = samples
         for sample in samples:
             self._samples[sample.sequence.sequence_id] = sample
-            self._pause_without_credit(sample)
+            self.pace.check_credit(sample)
 
     def take_up(self, request: Request, known: KnownRequest) -> None:
         """Go on with a request where an earlier daemon left it: what it was given is known, and nothing computed.
@@ -198,32 +199,6 @@ class Engine:
         """End every sample of a request, in whatever state it is. Those that have ended stay as they are."""
         for sample in request.samples:
             self._end(sample, reason, error)
-
-    def grant(self, request: Request, amount: int, index: int | None = None) -> None:
-        """Allow `amount` more tokens of one sample, or of each."""
-        for sample in request.samples if index is None else request.samples[index : index + 1]:
-            if sample.granted is not None:
-                sample.granted += amount
-                self._resume_if_allowed(sample)
-
-    def set_granted(self, sample: Sample, granted: int | None) -> None:
-        """A new reader: `granted` tokens of the sample may be given out in all; None: as many as there are."""
-        if not sample.request.withheld:
-            sample.granted = granted
-            self._resume_if_allowed(sample)
-
-    def hold(self, request: Request, reason: str) -> None:
-        """Stop working on a request whose messages cannot be delivered. A beam search has none before it is over."""
-        if request.search is not None:
-            return
-        request.held = reason
-        for sample in request.samples:
-            self._pause(sample, reason)
-
-    def unhold(self, request: Request) -> None:
-        request.held = ""
-        for sample in request.samples:
-            self._resume_if_allowed(sample)
 
     def between_steps(self, action: Callable[[], None]) -> None:
         """Do something while the device does nothing: at once, or when its step is done."""
@@ -270,25 +245,25 @@ class Engine:
         sampled = self._take_tokens(plan, result, now)
         self._retire_all(self.scheduler.update(plan, sampled))
         for request in self._searching:
-            self._give_answers(self._beams.advance(request))
+            self._to_flush.update(dict.fromkeys(self._beams.advance(request)))
         self._searching = {}
         for sequence_id in sampled:
             if sequence_id in self._samples:
-                self._pause_without_credit(self._samples[sequence_id])
+                self.pace.check_credit(self._samples[sequence_id])
 
     def _take_tokens(self, plan: StepPlan, result: StepResult, now: float) -> dict[int, int | None]:
         """The sampled token by sequence id, each also noted in its sample; a row that holds NaN ends its sample."""
         token_ids, logprobs = result.tokens.tolist(), result.logprobs.tolist()
         errors = result.numeric_errors
         sampled: dict[int, int | None] = {}
-        for row, chunk in enumerate(_sampling_chunks(plan)):
+        for row, chunk in enumerate(plan.sampling_chunks):
             sample = self._samples.get(chunk.sequence.sequence_id)
             if sample is None:
                 continue  # ended while the device worked on it
             if errors[row]:
                 self._end(sample, "error", NumericError("the model's output for this sequence is not a number"))
                 continue
-            top = _top(result, row, sample.num_logprobs) if sample.num_logprobs else ()
+            top = result.best(row, sample.num_logprobs) if sample.num_logprobs else ()
             if sample.request.search is not None:
                 sample.candidates, sampled[chunk.sequence.sequence_id] = top, None
                 self._searching[sample.request] = None
@@ -377,31 +352,8 @@ class Engine:
         if sample.request.search is None:
             self._to_flush[sample] = None
         else:
-            self._give_answers(self._beams.end(sample.request, sample.finish_reason, sample.error))
+            self._to_flush.update(dict.fromkeys(self._beams.end(sample.request, sample.finish_reason, sample.error)))
         self._changed = True
-
-    def _give_answers(self, answers: Iterable[Sample]) -> None:
-        """The answers of a search that is over."""
-        self._to_flush.update(dict.fromkeys(answers))
-
-    def _pause_without_credit(self, sample: Sample) -> None:
-        if sample.granted is not None and sample.num_sent + len(sample.fresh) >= sample.granted:
-            self._pause(sample, NO_CREDIT)
-
-    def _pause(self, sample: Sample, reason: str) -> None:
-        if self._is_live(sample) and not sample.paused:
-            sample.paused, sample.last_token_at = True, None
-            self.scheduler.pause(sample.sequence, reason)
-            self.runner.release(sample)
-            self._notice(sample, "paused", reason)
-
-    def _resume_if_allowed(self, sample: Sample) -> None:
-        has_credit = sample.granted is None or sample.num_sent + len(sample.fresh) < sample.granted
-        if sample.paused and has_credit and not sample.request.held and self._is_live(sample):
-            sample.paused = False
-            self.scheduler.resume(sample.sequence)
-            self._notice(sample, "resumed", "")
-            self._changed = True
 
     def _note_preemption(self, sequence: Sequence) -> None:
         sample = self._samples.get(sequence.sequence_id)
@@ -412,6 +364,7 @@ class Engine:
     def _notice(self, sample: Sample, kind: str, reason: str) -> None:
         request = sample.request
         self._outputs.append(Output(request, Notice(self.epoch, request.request_id, kind, reason, sample.index)))
+        self._changed = True
 
     # Giving out
 
@@ -464,12 +417,3 @@ class Engine:
         if self.journal is not None and sample.request.journal_key is not None:
             self.journal.end(sample.request.journal_key, sample.finished)
         return sample.finished
-
-
-def _sampling_chunks(plan: StepPlan) -> Iterable[Chunk]:
-    return (chunk for chunk in plan.chunks if chunk.samples)
-
-
-def _top(result: StepResult, row: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The row's best candidates, (token_id, logprob), best first."""
-    return tuple(zip(result.top_tokens[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True))

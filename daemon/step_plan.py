@@ -35,6 +35,11 @@ class StepPlan:
     wake_at: float | None = None  # with no chunk: when something may change by itself (a deadline, a rate limit)
 
     @property
+    def sampling_chunks(self) -> list[Chunk]:
+        """Those that give a token, in the order of the result's rows."""
+        return [chunk for chunk in self.chunks if chunk.samples]
+
+    @property
     def empty(self) -> bool:
         """Nothing for the device to do."""
         return not (self.chunks or self.swap_out or self.copies or self.swap_in)

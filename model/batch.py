@@ -84,3 +84,8 @@ class StepResult:
     compute_s: float  # seconds the device worked
     logits: Float32 | None = None
     hidden: Float32 | None = None
+
+    def best(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
+        """The row's best candidates, (token_id, logprob), best first."""
+        tokens, logprobs = self.top_tokens[row, :count], self.top_logprobs[row, :count]
+        return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))

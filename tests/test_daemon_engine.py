@@ -317,10 +317,10 @@ def test_credit_is_exact_and_loses_nothing(engine: Harness, credit: int) -> None
     assert answer is not None
     assert len(answer.token_ids) == credit
     assert [notice.kind for notice in answer.notices] == ["paused"]
-    engine.engine.grant(request, 2)
+    engine.engine.pace.grant(request, 2)
     engine.run()
     assert len(answer.token_ids) == credit + 2
-    engine.engine.grant(request, 100, 0)
+    engine.engine.pace.grant(request, 100, 0)
     engine.run()
     assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
     assert [notice.kind for notice in answer.notices] == ["paused", "resumed", "paused", "resumed"]
@@ -331,12 +331,12 @@ def test_a_held_request_goes_on_where_it_was(engine: Harness) -> None:
     request, other = engine.submit(PROMPT), engine.submit(PROMPT)
     engine.turn()
     engine.turn()
-    engine.engine.hold(request, "its reader is slow")
-    engine.engine.grant(request, 5)
+    engine.engine.pace.hold(request, "its reader is slow")
+    engine.engine.pace.grant(request, 5)
     engine.run()
     assert engine.answer(request).reason is None
     assert engine.answer(other).token_ids == expected.token_ids
-    engine.engine.unhold(request)
+    engine.engine.pace.unhold(request)
     engine.run()
     assert engine.answer(request).token_ids == expected.token_ids
 

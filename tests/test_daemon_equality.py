@@ -128,6 +128,6 @@ def test_with_pauses(alone: list[tuple[Any, ...]]) -> None:
         for _ in range(MAX_TOKENS):
             harness.run()
             for request in running:
-                harness.engine.grant(request, 1)
+                harness.engine.pace.grant(request, 1)
         harness.run()
         assert [bits(harness.answer(request)) for request in running] == alone

@@ -91,7 +91,7 @@ def finish(harness: Harness) -> dict[tuple[str, int], Any]:
     for _ in range(10):
         harness.run()
         for sample in list(harness.engine._samples.values()):
-            harness.engine.grant(sample.request, 3)
+            harness.engine.pace.grant(sample.request, 3)
     harness.run()
     return {
         name: (answer.token_ids, answer.text, answer.logprobs, answer.top_logprobs, answer.reason)
