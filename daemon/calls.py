@@ -100,7 +100,7 @@ class Calls:
         """Requests of this name; if there are none, idle sequences of this name, which are closed. Whether somebody
         else has one is nobody's business."""
         name = _argument(arguments, "request_id", Name(max_bytes=128))
-        requests = [request for request in clients.requests() if _is_called(request, name) and not request.done]
+        requests = [request for request in clients.requests() if _is_called(request, name) and _goes_on(request)]
         idle = [found for found in clients.sequences if name in (found.name, str(found.sequence.sequence_id))]
         found: list[Request | SequenceObject] = [*requests] or [*idle]
         own = [item for item in found if item.uid == session.peer.uid]
@@ -263,6 +263,11 @@ def _require_admin(clients: Clients, session: Session) -> None:
 def _is_called(request: Request, name: str) -> bool:
     """By its own name, or by the id of one of its sequences, as `ps` shows them."""
     return request.request_id == name or any(name == str(sample.sequence.sequence_id) for sample in request.samples)
+
+
+def _goes_on(request: Request) -> bool:
+    """Something is left to cancel; what has ended may still have to be said."""
+    return any(sample.finish_reason is None for sample in request.samples)
 
 
 def _argument(arguments: Mapping[str, Any], name: str, spec: Spec) -> Any:

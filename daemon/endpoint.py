@@ -21,6 +21,7 @@ import zmq
 from ..client.address import MAX_PATH_BYTES
 from ..client.lifeline import LIFELINE_SUFFIX
 from .config import Config
+from .gate import Gate
 from .options import ConfigError
 
 LOCK_SUFFIX = ".lock"
@@ -52,6 +53,7 @@ class Endpoint:
     path: Path
     context: zmq.Context[zmq.Socket[bytes]]
     router: zmq.Socket[bytes]
+    gate: Gate  # where the router accepts, once it is opened; until then connections wait
     lifelines: socket.socket  # listening
     _lock: Lock
     _inherited: bool = False
@@ -62,8 +64,10 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
+        self.gate.close()
         self.router.close(linger=int(linger_s * 1000))
         self.context.term()
+        self.gate.listener.close()
         self.lifelines.close()
         if not self._inherited:
             for path in (self.path, _beside(self.path, LIFELINE_SUFFIX)):
@@ -78,8 +82,8 @@ def open_endpoint(config: Config, path: Path, inherited: Sequence[int] = ()) -> 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
         router = _router(context, config)
-        lifelines = _adopt(router, path, inherited) if inherited else _bind(router, path, config)
-        return Endpoint(path, context, router, lifelines, lock, bool(inherited))
+        messages, lifelines = _adopt(path, inherited) if inherited else _bind(path, config)
+        return Endpoint(path, context, router, Gate(router, path, messages), lifelines, lock, bool(inherited))
     except BaseException:
         context.destroy(linger=0)
         lock.release()
@@ -93,35 +97,37 @@ def _router(context: zmq.Context[zmq.Socket[bytes]], config: Config) -> zmq.Sock
     router.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes)
     router.setsockopt(zmq.RCVHWM, 256)  # per peer; what is behind waits in the peer
     router.setsockopt(zmq.SNDHWM, 256)
-    router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.LINGER, 0)
     return router
 
 
-def _bind(router: zmq.Socket[bytes], path: Path, config: Config) -> socket.socket:
+def _bind(path: Path, config: Config) -> tuple[socket.socket, socket.socket]:
+    """Sockets that listen for messages and for lifelines."""
     gid = group_id(config.socket_group)
     life = _beside(path, LIFELINE_SUFFIX)
     for stale in (path, life):
         remove_stale(stale)
-    lifelines = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    listeners = []
     before = os.umask(0o177)  # born closed, opened on purpose below
     try:
-        router.bind(f"ipc://{path}")
-        lifelines.bind(str(life))
-        lifelines.listen(BACKLOG)
         for made in (path, life):
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            listeners.append(listener)
+            listener.bind(str(made))
+            listener.listen(BACKLOG)
             if gid is not None:
                 os.chown(made, -1, gid)
             made.chmod(config.socket_mode)
-    except (OSError, zmq.ZMQError) as error:
-        lifelines.close()
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
         raise ConfigError(f"address: {path}: {error.strerror}; set address to a path that can be written") from None
     finally:
         os.umask(before)
-    return lifelines
+    return listeners[0], listeners[1]
 
 
-def _adopt(router: zmq.Socket[bytes], path: Path, inherited: Sequence[int]) -> socket.socket:
+def _adopt(path: Path, inherited: Sequence[int]) -> tuple[socket.socket, socket.socket]:
     """The manager's sockets, told apart by their paths."""
     by_name = {}
     for fd in inherited:
@@ -130,11 +136,9 @@ def _adopt(router: zmq.Socket[bytes], path: Path, inherited: Sequence[int]) -> s
     life = str(_beside(path, LIFELINE_SUFFIX))
     if set(by_name) != {str(path), life}:
         raise ConfigError(f"address: the manager passed {sorted(by_name)}; let it listen on {path} and {life}")
-    router.setsockopt(zmq.USE_FD, by_name[str(path)])
-    router.bind(f"ipc://{path}")
     lifelines = socket.socket(fileno=by_name[life])
     lifelines.setblocking(False)
-    return lifelines
+    return socket.socket(fileno=by_name[str(path)]), lifelines
 
 
 @dataclass(slots=True)

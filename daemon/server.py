@@ -135,7 +135,15 @@ class Server:
         self._last_audit = 0.0
         self._was_healthy = True
         self._slow_retry_s = SLOW_RETRY_S
-        self._known = {self._router_fd, signals.fileno(), engine.runner.fileno(), background.fileno()}
+        self._gate = endpoint.gate
+        self._gate.open()
+        self._known = {
+            self._router_fd,
+            signals.fileno(),
+            engine.runner.fileno(),
+            background.fileno(),
+            self._gate.fileno(),
+        }
         for fd in (*self._known, endpoint.lifelines.fileno()):
             poller.watch(fd)
         self._feed_watchdog()
@@ -182,10 +190,14 @@ class Server:
                 self._signal(number)
         if self._background.fileno() in ready:
             self._background.collect()
+        if self._gate.fileno() in ready:
+            self._mind_descriptors()
         listener = self._endpoint.lifelines
         for fd in ready - self._known:
             if fd == listener.fileno():
                 self._accept(listener)
+            elif fd == self._gate.listener.fileno():
+                self._gate.refuse()
             elif self.scrapes is not None and fd in self.scrapes:
                 self.scrapes.handle(fd)
             elif (ended := self._sessions.read(fd)) is not None:
@@ -210,11 +222,27 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         due = self._clients.now + self._clients.config.lifeline_grace_s
         self._timers.at(due, lambda: self._sessions.hang_up_overdue(self._clients.now))
-        if not self._sessions.accept(listener, due):
-            # Out of descriptors: let the backlog wait, instead of being woken for it again and again.
-            self._poller.unwatch(listener.fileno())
-            again = self._clients.now + OUT_OF_DESCRIPTORS_PAUSE_S
-            self._timers.at(again, lambda: self._poller.watch(listener.fileno()))
+        self._mind_descriptors(out=not self._sessions.accept(listener, due))
+
+    def _mind_descriptors(self, *, out: bool = False) -> None:
+        """Let nobody in while descriptors are short: who is there is served."""
+        if (self._gate.is_short() or out) and self._gate.is_open:
+            log.warning(
+                "short of file descriptors: no client is let in until there are fewer than %d", self._gate.ceiling
+            )
+            self._gate.shut()
+            self._poller.watch(self._gate.listener.fileno())
+            self._poller.unwatch(self._endpoint.lifelines.fileno())
+            self._timers.at(self._clients.now + OUT_OF_DESCRIPTORS_PAUSE_S, self._let_in_again)
+
+    def _let_in_again(self) -> None:
+        if not self._gate.has_room_again():
+            self._timers.at(self._clients.now + OUT_OF_DESCRIPTORS_PAUSE_S, self._let_in_again)
+            return
+        log.info("clients are let in again")
+        self._gate.open()
+        self._poller.unwatch(self._gate.listener.fileno())
+        self._poller.watch(self._endpoint.lifelines.fileno())
 
     def send(self, routing_id: bytes, data: bytes) -> Sent:
         """Hand a message to ZeroMQ for one peer."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 4096
+ACCEPTS_PER_TURN = 8
 RING_FRAME = encode_frame(FrameKind.RING)
 AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -148,8 +149,8 @@ class Sessions:
     # Lifelines
 
     def accept(self, listener: socket.socket, due: float) -> bool:
-        """Take every connection that waits. False: out of descriptors, the rest go on waiting in the backlog."""
-        while True:
+        """Take some of the connections that wait. False: out of descriptors, the rest go on waiting in the backlog."""
+        for _ in range(ACCEPTS_PER_TURN):
             try:
                 stream, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -159,6 +160,7 @@ class Sessions:
             stream.setblocking(False)
             self._lifelines[stream.fileno()] = Lifeline(stream, peer_credentials(stream), due)
             self._watch(stream.fileno())
+        return True
 
     def read(self, fd: int) -> Session | None:
         """Take what came on a lifeline; the session that just ended, if one did."""

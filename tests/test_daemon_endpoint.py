@@ -133,6 +133,7 @@ def test_the_managers_sockets_are_adopted_and_left_in_place(path: Path) -> None:
         listener.listen()
         listening.append(listener)
     endpoint = open_endpoint(Config(), path, [os.dup(listener.fileno()) for listener in listening])
+    endpoint.gate.open()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(f"ipc://{path}")

@@ -1,0 +1,115 @@
+"""What the machine may do to a running daemon: no descriptors, no place to write, a while without processor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.client import KVPoolError
+from tests.support.daemon_process import DaemonProcess, at_rest, eventually
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+PROMPT = "The sea is"
+MAX_DESCRIPTORS = 512
+
+
+def with_few_descriptors(daemon: DaemonProcess) -> DaemonProcess:
+    limit = (
+        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({MAX_DESCRIPTORS}, {MAX_DESCRIPTORS}));"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    daemon.command = [sys.executable, "-c", limit, *daemon.command]
+    return daemon
+
+
+@contextlib.contextmanager
+def flood(path: object, count: int) -> Iterator[list[socket.socket]]:
+    """So many connections as fit, that say nothing."""
+    streams: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            streams.append(stream)
+            stream.settimeout(1.0)
+            with contextlib.suppress(OSError):  # the backlog is full
+                stream.connect(str(path))
+        yield streams
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+@pytest.mark.parametrize("suffix", ["", ".life"])
+def test_out_of_descriptors_old_clients_are_served_and_new_ones_come_later(suffix: str) -> None:
+    with with_few_descriptors(DaemonProcess("slow", lifeline_grace_s=60)) as daemon, daemon.client() as pool:
+        expected = pool.generate(PROMPT, max_tokens=40, **GREEDY).token_ids
+        stream = pool.submit(PROMPT, max_tokens=40, **GREEDY)
+        with flood(f"{daemon.path}{suffix}", 2 * MAX_DESCRIPTORS):
+            assert eventually(lambda: "short of file descriptors" in daemon.log, 10.0)
+            assert stream.result().token_ids == expected
+            assert pool.generate(PROMPT, max_tokens=40, **GREEDY).token_ids == expected
+            with pytest.raises(KVPoolError):
+                daemon.client(timeout_s=0.5).connect()
+            assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < MAX_DESCRIPTORS
+            before = daemon.cpu_ticks()
+            time.sleep(0.5)
+            assert daemon.cpu_ticks() - before < 0.25 * os.sysconf("SC_CLK_TCK")  # it does not spin meanwhile
+        assert eventually(lambda: "clients are let in again" in daemon.log, 10.0)
+        with daemon.client() as late:
+            assert late.generate(PROMPT, max_tokens=40, **GREEDY).token_ids == expected
+        assert at_rest(pool)
+
+
+def test_a_stopped_daemon_goes_on_where_it_was() -> None:
+    with DaemonProcess("slow", health_limit_s=1) as daemon, daemon.client() as pool:
+        expected = pool.generate(PROMPT, max_tokens=60, **GREEDY).token_ids
+        stream = pool.submit(PROMPT, max_tokens=60, **GREEDY)
+        events = iter(stream)
+        next(events)
+        daemon.signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        daemon.signal(signal.SIGCONT)
+        assert pool.stats()["healthy"]
+        for _ in events:
+            pass
+        assert stream.result().token_ids == expected
+        assert at_rest(pool)
+
+
+def test_a_full_disk_costs_the_journal_and_not_the_service() -> None:
+    """The file may not grow any more, as on a full disk; once it may, the journal works again."""
+    with DaemonProcess("slow") as daemon, daemon.client() as pool:
+        assert pool.stats()["journal"] == "on"
+        expected = pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids
+        unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (int(pool.stats()["journal_bytes"]) + 10, unlimited[1]))
+        assert pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids == expected
+        stats = pool.stats()
+        assert (stats["journal"], bool(stats["journal_reason"])) == ("suspended", True)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
+
+        def works() -> bool:
+            pool.generate(PROMPT, max_tokens=1, **GREEDY)
+            return bool(pool.stats()["journal"] == "on")
+
+        assert eventually(works, 30.0)
+        assert at_rest(pool)
+
+
+def test_a_runtime_directory_that_vanished_costs_the_journal_and_not_the_service() -> None:
+    with DaemonProcess("slow", journal_max_bytes="1MiB") as daemon, daemon.client() as pool:
+        expected = pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids
+        shutil.rmtree(daemon.path.parent)
+        for _ in range(3):
+            assert pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids == expected
+        assert at_rest(pool)
+        assert daemon.stop() == 0
