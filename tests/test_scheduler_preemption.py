@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool.daemon.sequence import Sequence, SequenceState
@@ -36,6 +36,8 @@ def test_two_sequences_that_each_need_the_whole_pool_finish_one_after_the_other(
     max_num_seqs=st.integers(min_value=1, max_value=8),
     budget=st.integers(min_value=1, max_value=40),
 )
+@example(seed=39, block_size=1, caching=False, host_blocks=0, max_num_seqs=4, budget=5)  # fail without protection
+@example(seed=83, block_size=2, caching=False, host_blocks=0, max_num_seqs=8, budget=5)
 def test_everything_admitted_terminates_and_progress_protects(
     seed: int, block_size: int, caching: bool, host_blocks: int, max_num_seqs: int, budget: int
 ) -> None:

@@ -161,6 +161,24 @@ def test_cancelled_in_flight_keeps_its_blocks_until_the_device_is_done() -> None
     assert is_right(late, 40)
 
 
+def test_a_token_that_was_in_flight_when_the_answer_ended_is_dropped() -> None:
+    scheduler, device = make()
+    chat = submit(scheduler, prompt(5), 9, keep=True)
+    device.step()
+    plan = scheduler.schedule(0.0)
+    device.launch(plan)
+    assert scheduler.end_answer(chat, "stop")
+    assert not scheduler.end_answer(chat, "stop")
+    with pytest.raises(ValueError, match="not idle"):
+        scheduler.generate(chat, 3)
+    assert scheduler.update(plan, device.collect()) == []
+    assert (chat.idle, chat.num_output_tokens, chat.num_computed_tokens) == (True, 1, 6)
+    assert scheduler.schedule(0.0).empty
+    scheduler.generate(chat, 3)
+    device.drain()
+    assert chat.token_ids == undisturbed(prompt(5), 4)
+
+
 def test_cancelled_while_preempted_paused_and_following() -> None:
     scheduler, device = make(num_blocks=10, max_num_seqs=4)
     old, young = submit(scheduler, prompt(12), 20), submit(scheduler, prompt(12, salt=1), 20)
