@@ -2,6 +2,7 @@
 
 numpy    the slow twin
 slow     the same, each step of at least 20 ms, on a thread, as a device would
+scripted no arithmetic: the next token is a function of the last one and its position
 stuck    a step never ends
 broken   every step fails
 paced    the real CPU back end, each step at least 10 ms: the same bits in every batch, and a middle to die in
@@ -29,6 +30,7 @@ from kvpool.model.loading import LoadedModel
 from kvpool.model.program import Program
 from kvpool.model.weights import Checkpoint
 from tests.support.numpy_backend import NumpyBackend
+from tests.support.scripted_backend import ScriptedBackend
 
 STEP_S = 0.02
 PACE_S = 0.01
@@ -82,6 +84,7 @@ class PacedBackend(CpuBackend):
 BACKENDS: dict[str, Callable[[Program, Checkpoint, BackendLimits], Backend]] = {
     "numpy": NumpyBackend,
     "slow": SlowBackend,
+    "scripted": ScriptedBackend,
     "stuck": StuckBackend,
     "broken": BrokenBackend,
     "paced": PacedBackend,
