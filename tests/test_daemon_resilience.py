@@ -85,23 +85,31 @@ def test_a_stopped_daemon_goes_on_where_it_was() -> None:
         assert at_rest(pool)
 
 
-def test_a_full_disk_costs_the_journal_and_not_the_service() -> None:
-    """The file may not grow any more, as on a full disk; once it may, the journal works again."""
-    with DaemonProcess("slow") as daemon, daemon.client() as pool:
-        assert pool.stats()["journal"] == "on"
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write everywhere")
+def test_a_full_disk_and_a_directory_without_write_permission_cost_the_journal_and_not_the_service() -> None:
+    """The file may not grow any more, as on a full disk; then no new one can be made beside it; then all is well."""
+    daemon = DaemonProcess("slow")
+    if os.geteuid() == 0:
+        daemon.command = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override", *daemon.command]
+    with daemon, daemon.client() as pool:
         expected = pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids
+
+        def journal() -> str:
+            """Its state and why, after a request that is answered as ever."""
+            assert pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids == expected
+            stats = pool.stats()
+            return f"{stats['journal']} {stats['journal_reason']}"
+
+        assert journal() == "on "
         unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (int(pool.stats()["journal_bytes"]) + 10, unlimited[1]))
-        assert pool.generate(PROMPT, max_tokens=20, **GREEDY).token_ids == expected
-        stats = pool.stats()
-        assert (stats["journal"], bool(stats["journal_reason"])) == ("suspended", True)
+        assert "suspended" in journal()
+        assert "File too large" in journal()
+        daemon.path.parent.chmod(0o555)
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
-
-        def works() -> bool:
-            pool.generate(PROMPT, max_tokens=1, **GREEDY)
-            return bool(pool.stats()["journal"] == "on")
-
-        assert eventually(works, 30.0)
+        assert eventually(lambda: "Permission denied" in journal(), 30.0)
+        daemon.path.parent.chmod(0o755)
+        assert eventually(lambda: journal() == "on ", 30.0)
         assert at_rest(pool)
 
 
