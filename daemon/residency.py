@@ -160,19 +160,21 @@ class Residency:
         """
         room = self._quota_room(sequence)
         limit_short, pool_short = need - room, need + headroom - self.available(sequence)
-        own: list[Sequence] | None = []
+        own: list[Sequence] = []
         if limit_short > 0:
-            own = self._victims(sequence, limit_short, outranks, uid=sequence.uid)
-            own = own if own is not None else self._all_others(sequence, outranks)
-            if own is None:
+            found = self._victims(sequence, limit_short, outranks, uid=sequence.uid)
+            if found is None:
+                found = self._all_others(sequence, outranks)
+            if found is None:
                 limit = self.limits.of(sequence.uid).max_blocks
                 return Refusal(f"uid {sequence.uid} would hold more than its max_blocks {limit}", Scope.OWNER)
+            own = found
         if pool_short > 0:
             found = self._victims(sequence, pool_short, outranks)
             if found is None:
                 spare = max(0, self.available(sequence) - headroom)
                 return Refusal(f"needs {need} blocks, {spare} can be had", Scope.ALL)
-            own = own + [victim for victim in found if victim not in own]
+            own += [victim for victim in found if victim not in own]
         for victim in own:
             self.preempt(victim)
         return None
