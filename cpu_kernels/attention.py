@@ -18,9 +18,11 @@ from .isa import BFLOAT16
 from .jit import kernel
 from .memory import (
     atomic_add,
+    atomic_load,
     atomic_store,
     load_f32,
     load_i32,
+    load_i64,
     load_u16,
     load_u32,
     store_f32,
@@ -48,6 +50,7 @@ from .table import float_word, word
 from .vectors import exp, load, max_lanes, maximum, select_range, splat, store, sum_lanes
 
 PANELS = SPLIT // 16
+TABLES_BYTES = 2 * PANELS * 8  # addresses of a split's K panels, then of its V panels
 ZERO = np.float32(0.0)
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -62,10 +65,10 @@ def partial_bytes(queries_per_kv_head: int, head_width: int) -> int:
 
 
 def scratch_bytes(queries_per_kv_head: int, head_width: int) -> int:
-    """Per thread: queries, scores, two partials, two tables of panels, and gathered K and V of a split."""
+    """Per thread: queries, scores, two partials, panel tables of this split and the next, gathered K and V."""
     rows = tile_rows(queries_per_kv_head)
     partials = 2 * partial_bytes(queries_per_kv_head, head_width)
-    return rows * (head_width + SPLIT) * 4 + partials + 2 * PANELS * 8 + 2 * SPLIT * head_width * 4
+    return rows * (head_width + SPLIT) * 4 + partials + 2 * TABLES_BYTES + 2 * SPLIT * head_width * 4
 
 
 # -- partial results --------------------------------------------------------------------------------------------------
@@ -226,30 +229,64 @@ def soften(scores: int, first: int, last: int, low: int, high: int, maximum_at: 
 
 
 @kernel
+def seen_range(row: int, unit: int, split: int) -> tuple[int, int]:
+    """Which tokens of a split any query of the unit sees: first and last (exclusive), from the split's start."""
+    position, window = word(unit, FIRST_POSITION) - split * SPLIT, word(row, t.WINDOW)
+    low = max(0, position - window + 1) if window else 0
+    return low, min(SPLIT, position + word(unit, NUM_QUERIES))
+
+
+@kernel
+def find_next(row: int, state: int, unit: int, split: int, tables: int) -> int:
+    """Where the addresses of the K panels stand that will be read after this split; 0 if that is not known.
+
+    After the unit's last split that is the unit which nobody claimed yet: likely this thread's next, though not surely.
+    """
+    split += 1
+    if split == word(unit, LAST_SPLIT):
+        operation = (row - word(state, t.OPS)) // t.ROW_BYTES
+        number = atomic_load(word(state, t.PROGRESS) + operation * t.PROGRESS_BYTES) & t.UNIT_MASK
+        if number >= word(state, t.NUM_UNITS):
+            return 0
+        unit = word(state, t.UNITS) + number * UNIT_BYTES
+        split = word(unit, FIRST_SPLIT)
+    low, high = seen_range(row, unit, split)
+    if low >= high or word(state, t.BLOCK_SIZE) & 15:
+        return 0
+    find_panels(row, state, unit, split * SPLIT, low, high, tables)
+    for panel in range(
+        (high + 15) >> 4, PANELS
+    ):  # what this split reads beyond that: something near, not something old
+        store_i64(tables + panel * 8, load_i64(tables + (low >> 4) * 8))
+    return tables + (low >> 4) * 8
+
+
+@kernel
 def attend_split(row: int, state: int, unit: int, split: int, queries: int, scratch: int, partial: int) -> None:
-    """Write the partial of one split for all query rows of the unit."""
-    head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
+    """Write the partial of one split for all query rows of the unit.
+
+    While keys are read, the split's values are asked for; while values are read, the keys that come next.
+    """
+    head_dim, head_width, block_size = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH), word(state, t.BLOCK_SIZE)
     group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
     rows, window = word(unit, NUM_QUERIES) * group, word(row, t.WINDOW)
     position, start = word(unit, FIRST_POSITION), split * SPLIT
-    low = max(0, position - window + 1 - start) if window else 0
-    high = min(SPLIT, position + word(unit, NUM_QUERIES) - start)
+    low, high = seen_range(row, unit, split)
     if low >= high:
         clear(partial, rows, head_width)
         return
     scores, tables = scratch, scratch + rows * SPLIT * 4
-    k_stride = word(state, t.BLOCK_SIZE) * 4
-    if word(state, t.BLOCK_SIZE) & 15:
-        k_stride = 64
-        gather_panels(row, state, unit, start, low, high, tables, tables + 2 * PANELS * 8)
+    first, last = low >> 4, (high + 15) >> 4
+    if block_size & 15:
+        gather_panels(row, state, unit, start, low, high, tables, tables + 2 * TABLES_BYTES)
     else:
         find_panels(row, state, unit, start, low, high, tables)
-    first, last = low >> 4, (high + 15) >> 4
-    k = (head_dim + 1) & -2 if word(state, t.KV_FORMAT) == BFLOAT16 else head_dim
+    is_bf16 = word(state, t.KV_FORMAT) == BFLOAT16
+    keys, values = tables + first * 8, tables + (PANELS + first) * 8
     product(
-        word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4, tables + first * 8,
-        0, 8, 0, 0, 1, 0, 1, k, k, k_stride, scores + first * 64, SPLIT * 4, 0, 0,
-        tables + (PANELS + first) * 8, 8, 0,
+        word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4,
+        keys, 0, 8, 0, 0, 1, 0, 1, head_dim, (head_dim + 1) & -2 if is_bf16 else head_dim,
+        64 if block_size & 15 else block_size * 4, scores + first * 64, SPLIT * 4, 0, 0, values, 8, 0, 0, 0,
     )  # fmt: skip
     maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
     for r in range(rows):
@@ -257,10 +294,11 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
         row_low = min(SPLIT, max(0, seen - window)) if window else 0
         row_high = max(row_low, min(SPLIT, seen))
         soften(scores + r * SPLIT * 4, first, last, row_low, row_high, maxima + 4 * r, sums + 4 * r)
+    following = find_next(row, state, unit, split, tables + TABLES_BYTES)
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, head_width >> 4, scores + first * 64, SPLIT * 4,
-        tables + (PANELS + first) * 8, 8, 0, 64, 0, 1, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
-        partial, head_width * 4, 0, 0, tables + (PANELS + first) * 8, 0, 0,
+        values, 8, 0, 64, 0, 1, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
+        partial, head_width * 4, 0, 0, following or values, 0, 8, 0, 512 if is_bf16 else 1024,
     )  # fmt: skip
 
 
@@ -272,20 +310,18 @@ def attend(row: int, state: int, number: int, thread: int) -> None:
     rows = word(unit, NUM_QUERIES) * (word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS))
     queries, running, part = scratch, scratch + rows * head_width * 4, scratch + rows * head_width * 4 + size
     gather_queries(row, state, unit, queries)
-    splits = word(unit, NUM_SPLITS)
-    if word(unit, LAST_SPLIT) - word(unit, FIRST_SPLIT) < splits:
-        split = word(unit, FIRST_SPLIT)
-        slot = word(unit, PARTIAL)
-        attend_split(row, state, unit, split, queries, part, slot + split * size)
+    clear(running, rows, head_width)
+    splits, slots = word(unit, NUM_SPLITS), word(unit, PARTIAL)
+    divided = word(unit, LAST_SPLIT) - word(unit, FIRST_SPLIT) < splits
+    for split in range(word(unit, FIRST_SPLIT), word(unit, LAST_SPLIT)):
+        target = slots + split * size if divided else part
+        attend_split(row, state, unit, split, queries, part + size, target)
+        if not divided:
+            merge(running, part, rows, head_width)
+    if divided:
         if atomic_add(word(unit, ARRIVAL), 1) + 1 < splits:
             return
         atomic_store(word(unit, ARRIVAL), 0)
-        clear(running, rows, head_width)
         for split in range(splits):
-            merge(running, slot + split * size, rows, head_width)
-    else:
-        clear(running, rows, head_width)
-        for split in range(splits):
-            attend_split(row, state, unit, split, queries, part + size, part)
-            merge(running, part, rows, head_width)
+            merge(running, slots + split * size, rows, head_width)
     write_rows(running, row, state, unit)

@@ -39,8 +39,6 @@ from .table import ROW_BYTES, rows_of, rows_per_unit, word
 
 Operation = Callable[[int, int, int, int], None]
 
-PROGRESS_BYTES = 128  # per operation: the next unit to claim and the units done, a cache line each
-GENERATION_SHIFT = 32
 SPINS = 2000  # some 20 microseconds; then the processor is offered to whoever holds the unit we wait for
 
 
@@ -116,10 +114,10 @@ def await_units(counter: int, goal: int, state: int) -> bool:
 @kernel
 def run_step(state: int, generation: int, thread: int) -> bool:
     """Take part in one step until all of it is done; False if a thread failed."""
-    base = generation << GENERATION_SHIFT
+    base = generation << t.GENERATION_SHIFT
     for op in range(word(state, t.NUM_OPS)):
         row = word(state, t.OPS) + op * ROW_BYTES
-        counter = word(state, t.PROGRESS) + op * PROGRESS_BYTES
+        counter = word(state, t.PROGRESS) + op * t.PROGRESS_BYTES
         function = word(state, t.FUNCTIONS) + 8 * word(row, t.OPCODE)
         units = units_of(row, state)
         unit = claim(counter, base, units)

@@ -57,5 +57,7 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
         word(row, t.ACCUMULATE),
         row + 8 * t.WEIGHT,
         0,
+        0,
         panel * word(row, t.PANEL_BYTES) + NEAR,
+        word(row, t.PANEL_BYTES),
     )

@@ -132,6 +132,17 @@ def prefetch(builder: Any, pointer: Any) -> None:
 
 
 @instruction
+def ask(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, into the second level."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        prefetch(builder, builder.inttoptr(arguments[0], POINTER))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@instruction
 def pause(typing_context: Any) -> Any:
     """Tell the processor that this is a spin loop."""
 

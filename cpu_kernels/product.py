@@ -35,7 +35,9 @@ def product(
     accumulate: int,
     ahead_table: int,
     ahead_step: int,
+    ahead_segment_step: int,
     ahead_offset: int,
+    ahead_forward: int,
 ) -> None:
     """out (rows, 16 panels) (+)= x (rows, k) times panels, with `tiles` from `tile_table` and the arguments of a tile.
 
@@ -52,7 +54,7 @@ def product(
             entry = formats + height * ROW_BYTES + min(width, TABLE_SHAPE[2] - 1) * 16
             width = load_i64(entry + 8)  # the first tile is the tallest; lower ones exist at its width
             groups = (panels - panel) // width if cuts == 1 else 1
-            share = width * panel_stride + index * width * panel_stride // cuts if cuts > 1 else 0
+            share = width * ahead_forward + index * width * ahead_forward // cuts if cuts > 1 else 0
             arguments = (
                 x + row * x_stride,
                 x_stride,
@@ -74,7 +76,9 @@ def product(
                 accumulate,
                 ahead_table + panel * ahead_step,
                 ahead_step,
-                ahead_offset + panel * panel_stride + share,
+                ahead_segment_step,
+                ahead_offset + panel * ahead_forward + share,
+                ahead_forward,
                 64 * width // cuts if cuts > 1 else 64,
             )
             call_tile(load_i64(entry), arguments)

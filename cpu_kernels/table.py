@@ -5,8 +5,13 @@ Every word is an int64: an address in bytes, a number, or the bits of a float32.
 
 from __future__ import annotations
 
-from .jit import kernel
-from .memory import float_of_bits, load_i64
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from .jit import instruction, kernel
+from .memory import INT64, POINTER
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
@@ -65,16 +70,36 @@ SILU, GELU_TANH = 0, 1
 # fmt: on
 STATE_WORDS = 96
 
+# Per operation two counters, a cache line each: the next unit to claim, and the units done. The high half of each is
+# the number of the step.
+PROGRESS_BYTES = 128
+GENERATION_SHIFT = 32
+UNIT_MASK = (1 << GENERATION_SHIFT) - 1
 
-@kernel
-def word(table: int, index: int) -> int:
+
+def _load_word(builder: Any, table: Any, index: Any, kind: ir.Type) -> Any:
+    address = builder.add(table, builder.mul(index, INT64(8)))
+    return builder.load(builder.inttoptr(address, POINTER), align=8, typ=kind)
+
+
+@instruction
+def word(typing_context: Any, table: Any, index: Any) -> Any:
     """Word `index` of a row or of the state."""
-    return load_i64(table + 8 * index)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _load_word(builder, *arguments, INT64)
+
+    return types.int64(types.int64, types.int64), generate
 
 
-@kernel
-def float_word(table: int, index: int) -> float:
-    return float_of_bits(load_i64(table + 8 * index))
+@instruction
+def float_word(typing_context: Any, table: Any, index: Any) -> Any:
+    """The float32 in the low half of word `index`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _load_word(builder, *arguments, ir.FloatType())
+
+    return types.float32(types.int64, types.int64), generate
 
 
 @kernel

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import table as t
-from .executor import GENERATION_SHIFT, PROGRESS_BYTES
 
 ThreadFunction = Callable[[int, int, int, int], None]
 
@@ -24,7 +23,7 @@ class Team:
 
     def __init__(self, function: ThreadFunction, state: NDArray[np.int64], num_threads: int) -> None:
         self._function, self._state = function, state
-        self._progress = np.zeros((int(state[t.NUM_OPS]), PROGRESS_BYTES // 8), dtype=np.int64)
+        self._progress = np.zeros((int(state[t.NUM_OPS]), t.PROGRESS_BYTES // 8), dtype=np.int64)
         self._mailboxes = np.zeros((num_threads, 8), dtype=np.int64)
         self._error: BaseException | None = None
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
@@ -42,7 +41,7 @@ class Team:
         """Start the step that the state describes. Raises RuntimeError if a thread failed before."""
         self._check()
         generation = int(self._state[t.GENERATION]) + 1
-        self._progress[:] = generation << GENERATION_SHIFT
+        self._progress[:] = generation << t.GENERATION_SHIFT
         self._state[t.GENERATION] = generation  # last: a thread that sees it may start at once
         for descriptor in self._wake:
             os.eventfd_write(descriptor, 1)

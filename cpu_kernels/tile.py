@@ -14,9 +14,9 @@ and its next step lies `step_stride` bytes on. One step is one k of 16 float32, 
 bfloat16 pairs. Every segment has `k` elements but the very last, which has `last_k`; x runs on through all of them.
 
 A tile repeats this for `groups` groups of panels, one behind the other. Meanwhile it asks for memory that will be read
-later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step, from where panel p's
-    ahead_table[p * ahead_step] + ahead_offset + p * panel_stride
-says for the group's first panel.
+later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step of a segment (or of
+all blocks, where a block is one segment). In segment g of the group that starts with panel p it starts at
+    ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BYTE = ir.IntType(8)
 ARGUMENTS = (
     "x", "x_stride", "groups", "table", "segment_step", "panel_step", "panel_stride", "panel_offset",
     "blocks", "block_stride", "segments", "k", "last_k", "step_stride", "out", "out_stride", "bias", "accumulate",
-    "ahead_table", "ahead_step", "ahead_offset", "ahead_stride",
+    "ahead_table", "ahead_step", "ahead_segment_step", "ahead_offset", "ahead_forward", "ahead_stride",
 )  # fmt: skip
 
 Values = list[Any]  # LLVM values
@@ -141,42 +141,45 @@ class _TileEmitter:
         def group(index: Any, current: Sequence[Any]) -> Values:
             panel = builder.mul(index, INT64(self.width))
             table = builder.add(a["table"], builder.mul(panel, a["panel_step"]))
-            forward = builder.mul(panel, a["panel_stride"])
-            ahead = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
-            ahead = builder.load(builder.inttoptr(ahead, POINTER), align=8, typ=INT64)
-            ahead = builder.add(ahead, builder.add(a["ahead_offset"], forward))
-            totals = self.blocks(table, builder.add(a["panel_offset"], forward), ahead, zeros)
+            offset = builder.add(a["panel_offset"], builder.mul(panel, a["panel_stride"]))
+            ahead_table = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
+            ahead = builder.add(a["ahead_offset"], builder.mul(panel, a["ahead_forward"]))
+            totals = self.blocks((table, ahead_table), offset, ahead, zeros)
             self.write(self.nested(totals), builder.mul(panel, INT64(64)))
             return []
 
         loop(builder, a["groups"], [], group)
         builder.ret_void()
 
-    def blocks(self, table: Any, offset: Any, ahead: Any, zeros: Values) -> Values:
+    def blocks(self, tables: tuple[Any, Any], offset: Any, ahead: Any, zeros: Values) -> Values:
         """The totals of one group."""
         builder, a = self.builder, self.arguments
 
         def block(index: Any, current: Sequence[Any]) -> Values:
             x_offset, ahead, start, *totals = current
             is_last = builder.icmp_signed("==", index, builder.sub(a["blocks"], INT64(1)))
-            x_offset, ahead, *sums = self.segments(is_last, table, start, [x_offset, ahead, *zeros])
+            x_offset, ahead, *sums = self.segments(is_last, tables, start, ahead, [x_offset, *zeros])
             totals = [builder.fadd(total, value) for total, value in zip(totals, sums, strict=True)]
             return [x_offset, ahead, builder.add(start, a["block_stride"]), *totals]
 
         return loop(builder, a["blocks"], [INT64(0), ahead, offset, *zeros], block)[3:]
 
-    def segments(self, last_block: Any, table: Any, start: Any, carried: Values) -> Values:
-        """One chain through the segments of a block; carries (x offset, address ahead, *sums)."""
+    def segments(self, last_block: Any, tables: tuple[Any, Any], start: Any, ahead: Any, carried: Values) -> Values:
+        """One chain through the segments of a block: x offset, offset ahead after the last, and the sums."""
         builder, a = self.builder, self.arguments
         last_segment = builder.sub(a["segments"], INT64(1))
 
         def segment(index: Any, current: Sequence[Any]) -> Values:
-            table, *rest = current
+            table, ahead_table, _, x_offset, *sums = current
             is_last = builder.and_(last_block, builder.icmp_signed("==", index, last_segment))
             k = builder.select(is_last, a["last_k"], a["k"])
-            return [builder.add(table, a["segment_step"]), *self.segment(table, start, k, rest)]
+            base = builder.load(builder.inttoptr(ahead_table, POINTER), align=8, typ=INT64)
+            x_offset, reached, *sums = self.segment(table, start, k, [x_offset, builder.add(base, ahead), *sums])
+            tables = builder.add(table, a["segment_step"]), builder.add(ahead_table, a["ahead_segment_step"])
+            return [*tables, builder.sub(reached, base), x_offset, *sums]
 
-        return loop(builder, a["segments"], [table, *carried], segment)[1:]
+        _, _, ahead, x_offset, *sums = loop(builder, a["segments"], [*tables, ahead, *carried], segment)
+        return [x_offset, ahead, *sums]
 
     def segment(self, table: Any, offset: Any, k: Any, carried: Values) -> Values:
         """`k` elements from `offset` past the table's entries on; carries (x offset, address ahead, *sums)."""

@@ -21,8 +21,9 @@ def map_bytes(size: int, purpose: str, remedy: str) -> Bytes:
         raise MemoryError(
             f"{purpose} needs {size / 2**20:.0f} MiB, {available_memory() / 2**20:.0f} MiB are available; {remedy}"
         )
-    memory = mmap.mmap(-1, max(1, size) + SLACK_BYTES)
+    memory = mmap.mmap(-1, max(1, size) + SLACK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Private, because shared memory rarely gets huge pages; with small ones a step misses the TLB all the time.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)
