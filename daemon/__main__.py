@@ -154,7 +154,11 @@ def _assemble(
         window=_window(model),
     )
     runner = StepRunner(backend, limits, host_blocks=host_blocks, costs=scheduler.costs)
-    same_bits = {"model": model.model_hash, "layout": backend.kv_layout, "block_size": config.block_size}
+    same_bits: dict[str, str | int] = {
+        "model": model.model_hash,
+        "layout": backend.kv_layout,
+        "block_size": config.block_size,
+    }
     journal = make_journal(config, endpoint.path, same_bits)
     if journal is not None:
         stack.callback(journal.close)
