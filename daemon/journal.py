@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +31,7 @@ import msgpack
 from ..client.errors import Busy
 from ..client.protocol import Finished, Submit, TokenBatch
 from .journal_file import JournalFile, open_existing, read_frames
-from .journal_records import Accept, End, Forget, Generate, JournalDamaged, KnownRequest, Replay, pack, unpack
+from .journal_records import Accept, End, Finish, Forget, Generate, JournalDamaged, KnownRequest, Replay, pack, unpack
 from .options import show_size
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,9 @@ class Journal:
 
     def commit(self, now: float) -> None:
         """Write what was said since the last time, and clean up. Call it before anybody is told of it."""
-        self._finished.update(dict.fromkeys(self._ended, now))
+        for key in self._ended:
+            self._finished[key] = now
+            self._note(key, pack(Finish(key, now)))
         self._ended.clear()
         for key, since in list(self._finished.items()):
             if since + self.grace_s > now:
@@ -232,13 +235,15 @@ class Journal:
                     found = self._read(file, now, wall)
         except OSError as error:
             log.error("the journal of the last daemon cannot be read, its requests are lost: %s", error)
+        _keep_ages(found.requests.values(), now)
         for key, known in found.requests.items():
             unfinished = {number for number, sample in enumerate(known.samples) if sample.finished is None}
             self._entries[key] = _Entry(bytearray().join(map(pack, known.events())), unfinished)
             self._live_bytes += len(self._entries[key].events)
-            if known.done:
-                self._finished[key] = now
+            if known.finished_at is not None:
+                self._finished[key] = known.finished_at
             self._next_key = key + 1
+        self._finished = dict(sorted(self._finished.items(), key=itemgetter(1)))
         self._rewrite(now)
         return found
 
@@ -268,6 +273,15 @@ class Journal:
             os.replace(path, aside)
         except OSError as error:
             log.error("%s cannot be kept: %s", path, error)
+
+
+def _keep_ages(requests: Iterable[KnownRequest], now: float) -> None:
+    """What was finished last was finished just now, and the others as long before it as they were: the time without a
+    daemon does not count, and a daemon that is restarted often does not keep them for ever."""
+    done = [known for known in requests if known.finished_at is not None]
+    last = max((known.finished_at or 0.0 for known in done), default=0.0)
+    for known in done:
+        known.finished_at = now - (last - (known.finished_at or 0.0))
 
 
 def _replay(frames: Iterator[bytes]) -> Replay:

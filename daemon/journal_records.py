@@ -1,4 +1,4 @@
-"""What a journal says: four kinds of events, their bytes, and the requests that a history of them leaves alive.
+"""What a journal says: five kinds of events, their bytes, and the requests that a history of them leaves alive.
 
 An event is one MessagePack array, kind first. Tokens are kept without their text, which the tokenizer makes again.
 """
@@ -57,15 +57,23 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """All samples have had their last message."""
+
+    key: int
+    at: float  # monotonic seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Nobody can ask for the request any more."""
 
     key: int
 
 
-Event = Accept | Generate | End | Forget
+Event = Accept | Generate | End | Finish | Forget
 
-ACCEPT, GENERATE, END, FORGET = range(4)
+ACCEPT, GENERATE, END, FINISH, FORGET = range(5)
 
 
 def pack(event: Event) -> bytes:
@@ -82,6 +90,8 @@ def _plain(event: Event) -> tuple[object, ...]:
         return (ACCEPT, event.key, event.uid, submit, event.num_samples, event.seed, event.arrival, event.wall)
     if isinstance(event, End):
         return (END, event.key, encode(event.finished))
+    if isinstance(event, Finish):
+        return (FINISH, event.key, event.at)
     return (FORGET, event.key)
 
 
@@ -115,6 +125,8 @@ def _event(plain: tuple[object, ...]) -> Event:
         if not isinstance(message, Finished):
             raise JournalDamaged("the end of a sample is no Finished")
         return End(key, message)  # type: ignore[arg-type]
+    if kind == FINISH:
+        return Finish(*values)  # type: ignore[arg-type]
     if kind == FORGET:
         return Forget(*values)  # type: ignore[arg-type]
     raise JournalDamaged(f"events of kind {kind!r} are unknown")
@@ -136,10 +148,11 @@ class KnownRequest:
 
     accept: Accept
     samples: list[KnownSample]
+    finished_at: float | None = None  # monotonic seconds
 
     @property
     def done(self) -> bool:
-        return all(sample.finished is not None for sample in self.samples)
+        return self.finished_at is not None
 
     def events(self) -> Iterator[Event]:
         """The shortest history that leads here."""
@@ -151,6 +164,8 @@ class KnownRequest:
                 yield Generate(key, number, 0, *map(tuple, columns))  # type: ignore[arg-type]
             if sample.finished is not None:
                 yield End(key, sample.finished)
+        if self.finished_at is not None:
+            yield Finish(key, self.finished_at)
 
 
 class Replay:
@@ -168,6 +183,8 @@ class Replay:
                 self._accept(event)
             elif isinstance(event, End):
                 self._end(event)
+            elif isinstance(event, Finish):
+                self._finish(event)
             elif self.requests.pop(event.key, None) is None:
                 raise JournalDamaged(f"request {event.key} is forgotten and was never accepted")
 
@@ -189,6 +206,12 @@ class Replay:
         if sample.finished is not None:
             raise JournalDamaged(f"a sample of request {event.key} ends twice")
         sample.finished = event.finished
+
+    def _finish(self, event: Finish) -> None:
+        request = self.requests.get(event.key)
+        if request is None or any(sample.finished is None for sample in request.samples):
+            raise JournalDamaged(f"request {event.key} is finished before its samples are")
+        request.finished_at = event.at
 
     def _sample(self, key: int, number: int) -> KnownSample:
         request = self.requests.get(key)

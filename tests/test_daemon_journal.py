@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvpool.client.errors import Busy
 from kvpool.daemon import journal as journal_module
 from kvpool.daemon.journal_file import MAGIC, frame
-from tests.support.journals import GRACE_S, IDENTITY, History, State, open_journal, recovered
+from tests.support.journals import GRACE_S, IDENTITY, History, State, after_restart, open_journal, recovered
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4)
 
@@ -74,7 +74,7 @@ def test_a_prefix_of_the_file_is_a_prefix_of_the_history(path: Path) -> None:
         path.write_bytes(data[:cut])
         journal, found = recovered(path)
         expected = next((state for size, state in reversed(points) if size <= cut), {})
-        assert found.requests == expected, f"cut at {cut}"
+        assert found.requests == after_restart(expected, 0.0), f"cut at {cut}"
         journal._file.close()
 
 
@@ -85,7 +85,7 @@ def test_a_flipped_byte_never_gives_wrong_tokens(path: Path) -> None:
         path.write_bytes(data[:position] + bytes([data[position] ^ (1 << position % 8)]) + data[position + 1 :])
         journal, found = recovered(path)
         intact = [state for size, state in points if size <= position]
-        assert found.requests == (intact[-1] if intact else {}), f"flipped at {position}"
+        assert found.requests == after_restart(intact[-1] if intact else {}, 0.0), f"flipped at {position}"
         journal._file.close()
 
 
@@ -145,7 +145,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        written = self.history.written
+        written = after_restart(self.history.written, self.history.now)
         self.history.restart(self.path)
         assert self.history.said == written
 
@@ -153,8 +153,8 @@ class JournalMachine(RuleBasedStateMachine):
     def a_copy_of_the_file_says_what_was_committed(self) -> None:
         copied = self.directory / "copy"
         shutil.copy(self.path, copied)
-        journal, found = recovered(copied)
-        assert found.requests == self.history.written
+        journal, found = recovered(copied, now=self.history.now)
+        assert found.requests == after_restart(self.history.written, self.history.now)
         compact = copied.stat().st_size
         journal._file.close()
         assert self.path.stat().st_size <= max(256, 2 * compact) + 256
@@ -188,7 +188,7 @@ def test_compaction_keeps_exactly_what_is_alive(path: Path) -> None:
     assert [name.name for name in path.parent.iterdir()] == [path.name]
     history.journal._file.close()
     found = recovered(path, history.now)[1].requests
-    assert found == history.written
+    assert found == after_restart(history.written, history.now)
     assert found[kept].samples[0].token_ids == list(range(0, 2000, 100))
 
 
@@ -293,6 +293,20 @@ def test_what_is_no_file_of_ours_is_left_alone(tmp_path: Path, caplog: pytest.Lo
     assert not (tmp_path / "journal").is_symlink()
     os.mkfifo(tmp_path / "fifo")
     assert started(tmp_path / "fifo").journal.stats()["journal"] == "on"
+
+
+def test_ages_go_on_over_restarts_and_the_time_between_does_not_count(path: Path) -> None:
+    history = started(path)
+    for _ in range(2):
+        history.end(history.accept([1]), 0)
+        history.commit()
+        history.now += GRACE_S / 2
+    history.now += 1e6
+    history.restart(path)
+    assert [known.finished_at for known in history.said.values()] == [history.now - GRACE_S / 2, history.now]
+    history.now += GRACE_S / 2
+    history.commit()
+    assert len(recovered(path)[1].requests) == 1
 
 
 def test_nobody_else_reads_it(path: Path) -> None:

@@ -109,7 +109,7 @@ def test_without_a_next_daemon_a_drain_that_is_too_short_is_an_error() -> None:
         next(stream)
         daemon.signal(signal.SIGTERM)
         begin = time.monotonic()
-        with pytest.raises(ShuttingDown):
+        with pytest.raises((ShuttingDown, ConnectionLost)):  # on a busy machine the hang-up may overtake the word
             stream.result()
         assert time.monotonic() - begin < 2.5
 

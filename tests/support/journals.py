@@ -62,7 +62,7 @@ class History:
         finished = Finished(7, known.accept.submit.request_id, sample, reason, usage, "tail")
         self.journal.end(key, finished)
         known.samples[sample].finished = finished
-        if known.done:
+        if all(one.finished is not None for one in known.samples):
             self._ended.append(key)
 
     def commit(self) -> None:
@@ -70,7 +70,8 @@ class History:
         self._committed()
 
     def _committed(self) -> None:
-        self._finished_at.update(dict.fromkeys(self._ended, self.now))
+        for key in self._ended:
+            self._finished_at[key] = self.said[key].finished_at = self.now
         self._ended.clear()
         for key, since in list(self._finished_at.items()):
             if self.now - since >= GRACE_S:
@@ -84,7 +85,9 @@ class History:
         self.said = found.requests
         self.written = _copy(self.said)
         self._ended = []
-        self._finished_at = dict.fromkeys((key for key, known in self.said.items() if known.done), self.now)
+        self._finished_at = {
+            key: known.finished_at for key, known in self.said.items() if known.finished_at is not None
+        }
 
 
 def _copy(state: State) -> State:
@@ -92,6 +95,17 @@ def _copy(state: State) -> State:
         key: KnownRequest(
             known.accept,
             [KnownSample([*s.token_ids], [*s.logprobs], [*s.top_logprobs], s.finished) for s in known.samples],
+            known.finished_at,
         )
         for key, known in state.items()
     }
+
+
+def after_restart(state: State, now: float) -> State:
+    """What the next daemon finds: the last that was finished has been so since `now`, the others as long before it."""
+    result = _copy(state)
+    last = max((known.finished_at for known in result.values() if known.finished_at is not None), default=0.0)
+    for known in result.values():
+        if known.finished_at is not None:
+            known.finished_at = now - (last - known.finished_at)
+    return result
