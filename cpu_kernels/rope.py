@@ -21,7 +21,7 @@ from .vectors import load, splat, store
 
 
 @kernel
-def bfloat16_bits(value: float) -> int:
+def bfloat16_bits(value: float) -> np.int64:
     """The 16 bits of a float32 rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = np.int64(bits_of_float(value))
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

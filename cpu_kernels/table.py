@@ -87,7 +87,7 @@ def word(typing_context: Any, table: Any, index: Any) -> Any:
     """Word `index` of a row or of the state."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _load_word(builder, *arguments, INT64)
+        return _load_word(builder, arguments[0], arguments[1], INT64)
 
     return types.int64(types.int64, types.int64), generate
 
@@ -97,7 +97,7 @@ def float_word(typing_context: Any, table: Any, index: Any) -> Any:
     """The float32 in the low half of word `index`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _load_word(builder, *arguments, ir.FloatType())
+        return _load_word(builder, arguments[0], arguments[1], ir.FloatType())
 
     return types.float32(types.int64, types.int64), generate
 

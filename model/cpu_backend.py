@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +183,7 @@ class CpuBackend:
         state[t.NUM_TOKENS], state[t.NUM_SEQUENCES] = len(batch.tokens), len(batch.seq_lens)
         state[t.NUM_LOGIT_ROWS], state[t.TOP_WIDTH] = num_rows, width
         state[t.LOGITS_OUT] = logits.ctypes.data if logits is not None else 0
-        steps = [
+        steps: list[tuple[int, NDArray[Any]]] = [
             (t.TOKENS, np.ascontiguousarray(batch.tokens, dtype=np.int32)),
             (t.POSITIONS, np.ascontiguousarray(batch.positions, dtype=np.int32)),
             (t.SLOT_MAPPING, np.ascontiguousarray(batch.slot_mapping, dtype=np.int64)),
@@ -194,7 +195,8 @@ class CpuBackend:
         for index, array in steps:
             state[index] = array.ctypes.data
         state[t.MAX_BLOCKS] = batch.block_tables.shape[1]
-        for number, array in enumerate((*sampling, *sampled)):
+        parts: list[NDArray[Any]] = [*sampling, *sampled]
+        for number, array in enumerate(parts):
             state[t.SAMPLING + 2 * number] = array.ctypes.data
             state[t.SAMPLING + 2 * number + 1] = array.size
         self._kept = (steps, sampling, sampled, logits)

@@ -45,7 +45,7 @@ def make(
 
 def prompt(length: int, salt: int = 0) -> list[int]:
     """A prompt that shares no beginning with one of another salt."""
-    return [(salt * 31 + position * 7 + position * position) % 64 if position else salt % 64 for position in range(length)]
+    return [salt % 64, *((salt * 31 + at * 7 + at * at) % 64 for at in range(1, length))][:length]
 
 
 def sequence(token_ids: list[int], max_tokens: int = 4, *, uid: int = UID, **fields: Any) -> Sequence:
