@@ -61,10 +61,10 @@ def sources(module: str, found: set[str] | None = None) -> set[str]:
     return found
 
 
-def changed_sources() -> list[str]:
+def changed_sources(since_ns: int = LOADED_NS) -> list[str]:
     """Sources that were edited after this process loaded them: what it compiles must not be kept under their names."""
     here = Path(__file__).parent
-    return sorted(path.name for path in here.glob("*.py") if path.stat().st_mtime_ns > LOADED_NS)
+    return sorted(path.name for path in here.glob("*.py") if path.stat().st_mtime_ns > since_ns)
 
 
 def cache_key(module: str) -> str:

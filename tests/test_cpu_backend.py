@@ -11,8 +11,10 @@ from kvpool.model.backend import BackendLimits
 from kvpool.model.cpu_backend import CpuBackend
 from kvpool.model.program import Program
 from tests.support.numpy_backend import NumpyBackend
+from tests.support.numpy_sampling import sample
 from tests.support.random_checkpoint import RandomCheckpoint
-from tests.support.steps import Piece, Shape, run_step, tiny_program
+from tests.support.sampling_batches import sampling_batch
+from tests.support.steps import UNREADABLE, Piece, Shape, run_step, step_batch, tiny_program
 
 SHAPES = {
     "plain": Shape(),
@@ -80,3 +82,126 @@ def test_prefill_and_decode_match_the_twin(name: str, block_size: int, closing: 
             np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert not got.numeric_errors.any()
+
+
+def one_layer(**options: object) -> CpuBackend:
+    program = tiny_program(Shape(num_layers=1, windows=(20,)))
+    backend = CpuBackend(program, RandomCheckpoint(program), limits(16), threads=2, **options)  # type: ignore[arg-type]
+    backend.allocate_pool(40)
+    poison(backend, 40)
+    return backend
+
+
+def test_blocks_that_left_the_window_are_not_read(closing: list[CpuBackend]) -> None:
+    """Their table entries may be anything, and the blocks somebody else's."""
+    backend = one_layer(dtype="float32")
+    closing.append(backend)
+    tokens, blocks = [i % 90 for i in range(100)], list(range(7))
+    run_step(backend, [Piece(tokens[:99], 0, blocks)], 16)
+    expected = run_step(backend, [Piece(tokens[99:], 99, blocks)], 16)
+    backend.write_blocks(range(5), np.full((5, backend.block_bytes), 0xFF, dtype=np.uint8))
+    left = [UNREADABLE] * 5 + blocks[5:]  # positions 80 to 99 are seen
+    got = run_step(backend, [Piece(tokens[99:], 99, left)], 16)
+    assert np.isfinite(got.logits).all()
+    np.testing.assert_array_equal(got.logits, expected.logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_nan_fails_its_sequence_alone(dtype: str, closing: list[CpuBackend]) -> None:
+    backend = one_layer(dtype=dtype)
+    closing.append(backend)
+    pieces = [Piece([seed + 1] * 10, 0, [3 * seed, 3 * seed + 1]) for seed in range(3)]
+    run_step(backend, pieces, 16)
+    decodes = [Piece([7], 10, piece.blocks) for piece in pieces]
+    expected = run_step(backend, decodes, 16)
+    backend.write_blocks([3], np.full((1, backend.block_bytes), 0xFF, dtype=np.uint8))
+    got = run_step(backend, decodes, 16)
+    assert got.numeric_errors.tolist() == [False, True, False]
+    for row in (0, 2):
+        np.testing.assert_array_equal(got.logits[row], expected.logits[row])
+    # The workspace rows that held NaN serve somebody else in the next step.
+    again = run_step(backend, [decodes[2], decodes[0]], 16)
+    assert not again.numeric_errors.any()
+    np.testing.assert_array_equal(again.logits, expected.logits[[2, 0]])
+
+
+def test_blocks_go_out_and_come_back(closing: list[CpuBackend]) -> None:
+    backend = one_layer()
+    closing.append(backend)
+    data = np.random.default_rng(0).integers(0, 256, (3, backend.block_bytes), dtype=np.uint8)
+    backend.write_blocks([5, 2, 9], data)
+    np.testing.assert_array_equal(backend.read_blocks([9, 5]), data[[2, 0]])
+    backend.copy_blocks([2, 9], [30, 31])
+    np.testing.assert_array_equal(backend.read_blocks([30, 31]), data[[1, 2]])
+
+
+def test_sampling_goes_through_the_kernel(closing: list[CpuBackend]) -> None:
+    """Temperature, bias, targets and logprobs of each row, as the sampling oracle has them."""
+    backend = one_layer(dtype="float32")
+    closing.append(backend)
+    pieces = [Piece([i + 1] * 3, 0, [i]) for i in range(4)]
+    options = {
+        "temperature": [0.0, 0.9, 1.3, 0.0],
+        "top_k": [0, 5, 0, 0],
+        "seeds": [1, 2, 3, 4],
+        "counters": [0, 7, 1, 2],
+        "targets": [-1, -1, -1, 11],
+        "num_logprobs": [2, -1, 0, 3],
+        "bias": [[(4, 50.0)], [], [(2, float("-inf"))], []],
+    }
+    batch = step_batch(pieces, 16, **options)
+    backend.launch(batch)
+    got = backend.collect()
+    tokens, logprobs, top_tokens, top_logprobs, errors = sample(got.logits, batch.sampling)
+    assert got.tokens.tolist() == tokens.tolist()
+    assert (got.tokens[0], got.tokens[3]) == (4, 11)
+    np.testing.assert_allclose(got.logprobs, logprobs, atol=1e-5)
+    assert got.top_tokens.tolist() == top_tokens.tolist()
+    np.testing.assert_allclose(got.top_logprobs, top_logprobs, atol=1e-5)
+    assert not errors.any()
+
+
+def test_a_step_without_logits_or_wishes(closing: list[CpuBackend]) -> None:
+    """A prefill chunk in the middle of a prompt: no row is sampled."""
+    backend = one_layer()
+    closing.append(backend)
+    batch = step_batch([Piece([1, 2, 3], 0, [0])], 16)
+    batch.logit_rows, batch.sampling = np.zeros(0, np.int32), sampling_batch(0)
+    batch.want_logits = batch.want_hidden = False
+    backend.launch(batch)
+    result = backend.collect()
+    assert result.tokens.shape == (0,)
+    assert result.logits is None
+    assert result.hidden is None
+
+
+def test_misuse_says_what_is_wrong(closing: list[CpuBackend]) -> None:
+    backend = one_layer()
+    closing.append(backend)
+    with pytest.raises(RuntimeError, match="no step is in flight"):
+        backend.collect()
+    batch = step_batch([Piece([1], 0, [0])], 16)
+    backend.launch(batch)
+    with pytest.raises(RuntimeError, match="already in flight"):
+        backend.launch(batch)
+    backend.collect()
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        backend.launch(step_batch([Piece([1] * 701, 0, list(range(44)))], 16))
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        backend.launch(step_batch([Piece([1], 0, [0])] * 65, 16))
+    with pytest.raises(MemoryError, match="pool_bytes"):
+        backend.allocate_pool(1 << 40)
+    with pytest.raises(ValueError, match="set dtype to auto, float32, bfloat16"):
+        one_layer(dtype="float8")
+
+
+def test_description_and_sizes(closing: list[CpuBackend]) -> None:
+    wide, narrow = one_layer(dtype="float32"), one_layer(dtype="bfloat16")
+    mixed = one_layer(dtype="bfloat16", kv_dtype="float32")
+    closing += [wide, narrow, mixed]
+    shape = Shape(num_layers=1)
+    assert wide.block_bytes == 2 * shape.num_kv_heads * shape.head_dim * 16 * 4
+    assert narrow.block_bytes * 2 == wide.block_bytes == mixed.block_bytes
+    assert narrow.weights_bytes < wide.weights_bytes
+    assert "bfloat16 weights, float32 KV, 2 threads" in mixed.description
+    assert 0 < wide.available_bytes() < 1 << 50
