@@ -365,7 +365,13 @@ def paged_decode(shape: AttentionShape, out: str, columns: int) -> Kernel:
         "window": INT32,
         "scale": FLOAT32,
     }
-    return build(paged_decode, arguments, name=f"paged_decode_{COLUMNS * columns}", threads=THREADS, registers=_registers(shape, columns))
+    return build(
+        paged_decode,
+        arguments,
+        name=f"paged_decode_{COLUMNS * columns}",
+        threads=THREADS,
+        registers=_registers(shape, columns),
+    )
 
 
 @kernel_factory

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..cuda_kernels import block_copy, cache
+from ..cuda_kernels import block_copy, cache, weight_formats
 from ..cuda_kernels.kv_formats import KV_FORMATS
 from ..cuda_kernels.layout import AttentionShape
 from .backend import BackendLimits, Progress
@@ -52,9 +52,10 @@ def _quiet(what: str, share: float) -> None:
 class CudaBackend:
     """Fulfils `backend.Backend`.
 
-    `dtype`: auto | bfloat16 | float16 | float32; `kv_dtype`: auto | those | int8 | float8_e4m3; `products`: exact |
-    fast; `graphs`: capture decode steps; `kernel_folder`: where compiled kernels are kept; `device`: the card, the
-    first by default. Raises MemoryError naming what to lower, ValueError for what CUDA cannot do.
+    `dtype`: auto | bfloat16 | float16 | float32 | int8 | int4 (groups of 32, products in bfloat16); `kv_dtype`: auto |
+    bfloat16 | float16 | float32 | int8 | float8_e4m3; `products`: exact | fast; `graphs`: capture decode steps;
+    `kernel_folder`: where compiled kernels are kept; `device`: the card, the first by default. Raises MemoryError
+    naming what to lower, ValueError for what CUDA cannot do.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class CudaBackend:
     ) -> None:
         config = program.config
         check_shapes(config)
-        element, kv = _formats(dtype, kv_dtype)
+        element, packing, kv = _formats(dtype, kv_dtype)
         if kernel_folder is not None:
             cache.use_folder(kernel_folder)
         self._limits, self._config, self._products, self._graphs_wanted = limits, config, products, graphs
@@ -83,7 +84,7 @@ class CudaBackend:
         fast = products == "fast"
         attention = Attention(self._device, shape, element, limits, windows, fast)
         self._attention = attention
-        self._weights = upload_weights(program, checkpoint, element, self._device, progress)
+        self._weights = upload_weights(program, checkpoint, element, packing, self._device, progress)
         self._workspace = Workspace(program, limits, element, attention, self._device)
         rows, logit_rows = self._workspace.max_rows, self._workspace.logit_rows
         entries = max(LIST_ENTRIES, config.vocab_size, limits.max_model_len)
@@ -114,7 +115,8 @@ class CudaBackend:
     @property
     def description(self) -> str:
         kv = self._attention.shape.kv
-        return f"cuda, {self._device.name}, {self._weights.element} weights, {kv} KV, {self._products} products"
+        weights = self._weights.packing or self._weights.element
+        return f"cuda, {self._device.name}, {weights} weights, {kv} KV, {self._products} products"
 
     @property
     def kv_layout(self) -> str:
@@ -312,19 +314,21 @@ def _row_starts(sampling: SamplingBatch, name: str, rows: int) -> NDArray[np.int
     return starts if len(starts) > 1 else np.zeros(rows + 1, np.int32)
 
 
-def _formats(dtype: str, kv_dtype: str) -> tuple[str, str]:
-    """The format of the weights and of the pool."""
-    element = "bfloat16" if dtype == "auto" else dtype
+def _formats(dtype: str, kv_dtype: str) -> tuple[str, str, str]:
+    """The format of products, how weights are packed for them ("": as they are), and the format of the pool."""
+    packing = dtype if dtype in weight_formats.NAMES else ""
+    element = "bfloat16" if dtype == "auto" or packing else dtype
     if element not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported on CUDA; set dtype to auto, {', '.join(DTYPES)}")
+        names = ", ".join((*DTYPES, *weight_formats.NAMES))
+        raise ValueError(f"dtype {dtype!r} is not supported on CUDA; set dtype to auto, {names}")
     kv = element if kv_dtype == "auto" else kv_dtype
     if kv not in KV_FORMATS:
         raise ValueError(
             f"kv_dtype {kv_dtype!r} is not supported on CUDA; set kv_dtype to auto, {', '.join(KV_FORMATS)}"
         )
     if kv == "float32" and element != "float32":
-        raise ValueError(f"kv_dtype float32 needs dtype float32 on CUDA, got {element}")
-    return element, kv
+        raise ValueError(f"kv_dtype float32 needs dtype float32 on CUDA, got {dtype}")
+    return element, packing, kv
 
 
 class Flight:

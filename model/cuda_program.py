@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..cuda_kernels import activations, embedding, float32_matmul, kv_write, norms, sampling, skinny_matmul
+from ..cuda_kernels import (
+    activations,
+    embedding,
+    float32_matmul,
+    kv_write,
+    norms,
+    quantised_matmul,
+    sampling,
+    skinny_matmul,
+)
 from ..cuda_kernels.compiler import Kernel
 from .backend import BackendLimits
 from .config import ModelConfig
@@ -173,6 +182,9 @@ class CudaProgram:
         if self._weights.element == "float32":
             return [float32_matmul.float32_matmul()]
         shapes = [skinny_matmul.tile(rows) for rows in (8, 16, 32, 64)]
+        if self._weights.packing:
+            packing, element = self._weights.packing, self._weights.element
+            return [quantised_matmul.quantised_matmul(packing, element, columns) for _, columns in shapes]
         return [skinny_matmul.skinny_matmul(self._weights.element, *shape) for shape in shapes]
 
     def _kernel(self, kernel: Kernel) -> Kernel:
@@ -186,8 +198,7 @@ class CudaProgram:
     def _compile(self, op: Op) -> Launch:
         match op:
             case Embed():
-                kernel = self._kernel(embedding.gather_rows(self._weights.element))
-                return self._gather(kernel, self._weights.addresses[op.table], "tokens", op.out, op.scale)
+                return self._embed(op)
             case SelectRows():
                 kernel = self._kernel(embedding.gather_rows("float32"))
                 return self._gather(kernel, self._at(op.x), "logit_rows", op.out, 1.0)
@@ -204,6 +215,17 @@ class CudaProgram:
                 return self._activation(op)
             case Logits():
                 return self._logits(op)
+
+    def _embed(self, op: Embed) -> Launch:
+        weights = self._weights
+        if not weights.packing:
+            kernel = self._kernel(embedding.gather_rows(weights.element))
+            return self._gather(kernel, weights.addresses[op.table], "tokens", op.out, op.scale)
+        kernel = self._kernel(embedding.gather_packed_rows(weights.packing))
+        columns = -(-op.out.width // (8 * embedding.THREADS))
+        tables = weights.addresses[op.table], weights.scales[op.table]
+        arguments = *tables, self._arrays.address("tokens"), self._at(op.out), op.out.width, op.scale
+        return lambda step: self._device.launch(kernel, (columns, step.num_rows), arguments)
 
     def _gather(self, kernel: Kernel, table: int, ids: str, out: Buffer, scale: float) -> Launch:
         columns = -(-out.width // (4 * embedding.THREADS))
@@ -259,7 +281,8 @@ class CudaProgram:
         at, source, target = self._weights.addresses[weight], self._at(x), self._at(out)
         numbers = weight.rows, weight.cols, int(bias != 0), int(accumulate)
         add_bias = self._gather(self._kernel(embedding.gather_rows("float32")), bias, "zeros", out, 1.0)
-        vendor = self._fast and not (bias and accumulate)
+        packing, scales = self._weights.packing, self._weights.scales.get(weight, 0)
+        vendor = self._fast and not packing and not (bias and accumulate)
 
         def launch(step: Step) -> None:
             rows = _rows(step, out)
@@ -276,8 +299,12 @@ class CudaProgram:
                 outputs, columns = skinny_matmul.tile(rows)
                 kernel = skinny_matmul.skinny_matmul(element, outputs, columns)
                 per_block = 16 * outputs, 8 * columns
+            matrix = (at, scales) if packing else (at,)
+            if packing:
+                kernel = quantised_matmul.quantised_matmul(packing, element, columns)
+                per_block = 16, 8 * columns
             grid = -(-weight.rows // per_block[0]), -(-rows // per_block[1])
-            self._device.launch(kernel, grid, (source, at, bias, target, rows, *numbers))
+            self._device.launch(kernel, grid, (source, *matrix, bias, target, rows, *numbers))
 
         return launch
 

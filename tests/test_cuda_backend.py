@@ -11,7 +11,7 @@ import pytest
 from kvpool.model.backend import BackendLimits
 from kvpool.model.program import Program
 from tests.support.cuda_card import Card, TwinCard
-from tests.support.cuda_rooms import layout
+from tests.support.cuda_rooms import layout, weight_formats
 from tests.support.numpy_backend import NumpyBackend
 from tests.support.random_checkpoint import RandomCheckpoint
 from tests.support.steps import Piece, Shape, run_step, step_batch, tiny_program
@@ -202,6 +202,31 @@ def test_fast_products_take_the_vendors_and_the_prefill_kernel() -> None:
     got, expected = (run_step(each, pieces, LIMITS.block_size) for each in (fast, exact))
     np.testing.assert_allclose(got.logits, expected.logits, rtol=0.05, atol=0.05)
     assert {"vendor", "paged_prefill", "paged_decode_16"} <= set(card.launches)
+
+
+class Rounded(RandomCheckpoint):
+    """Random matrices as their 8- or 4-bit codes stand for them."""
+
+    def __init__(self, program: Program, packing: str) -> None:
+        super().__init__(program)
+        self._packing = packing
+
+    def load(self, name: str) -> Any:
+        values = super().load(name)
+        if values.ndim == 1:
+            return values
+        return weight_formats.quantise(values, self._packing).values()[:, : values.shape[1]].astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_quantised_weights_give_the_logits_of_their_codes(dtype: str) -> None:
+    program = tiny_program(SHAPE)
+    backend, twin = made(program, Card(), dtype=dtype), NumpyBackend(program, Rounded(program, dtype), LIMITS)
+    twin.allocate_pool(40)
+    for pieces in steps()[:2]:
+        got, expected = (run_step(each, pieces, LIMITS.block_size) for each in (backend, twin))
+        assert np.linalg.norm(got.logits - expected.logits) < 0.02 * np.linalg.norm(expected.logits)
+    assert dtype in backend.description
 
 
 def test_what_cuda_cannot_do_is_said_with_the_value_to_set() -> None:

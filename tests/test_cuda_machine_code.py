@@ -18,6 +18,7 @@ from tests.support.cuda_rooms import (
     paged_decode,
     paged_float32,
     paged_prefill,
+    quantised_matmul,
     sampling,
     skinny_matmul,
 )
@@ -49,6 +50,11 @@ KERNELS: dict[str, Build] = {
     "skinny_matmul 16": lambda: skinny_matmul.skinny_matmul("float16", *skinny_matmul.tile(16)),
     "skinny_matmul 32": lambda: skinny_matmul.skinny_matmul("bfloat16", *skinny_matmul.tile(32)),
     "skinny_matmul 64": lambda: skinny_matmul.skinny_matmul("bfloat16", *skinny_matmul.tile(64)),
+    "quantised_matmul int8": lambda: quantised_matmul.quantised_matmul("int8", "bfloat16", 1),
+    "quantised_matmul int4": lambda: quantised_matmul.quantised_matmul("int4", "bfloat16", 1),
+    "quantised_matmul int8 64": lambda: quantised_matmul.quantised_matmul("int8", "bfloat16", 8),
+    "quantised_matmul int4 64": lambda: quantised_matmul.quantised_matmul("int4", "float16", 8),
+    "gather_packed_rows": lambda: embedding.gather_packed_rows("int4"),
     "paged_decode 64": lambda: paged_decode.paged_decode(shape(64), "bfloat16", 1),
     "paged_decode 80": lambda: paged_decode.paged_decode(shape(80, "float16"), "float16", 1),
     "paged_decode 128": lambda: paged_decode.paged_decode(shape(128), "bfloat16", 1),
@@ -68,6 +74,7 @@ KERNELS: dict[str, Build] = {
 SLOW = {
     "skinny_matmul 16",
     "skinny_matmul 32",
+    "quantised_matmul int8 64",
     "paged_decode 64",
     "paged_decode 128 wide",
     "8-bit paged_decode 64 e4m3",

@@ -22,9 +22,11 @@ from kvpool.cuda_kernels import (
     paged_decode,
     paged_float32,
     paged_prefill,
+    quantised_matmul,
     sampling,
     skinny_matmul,
     tiles,
+    weight_formats,
 )
 
 cache.use_folder(Path(__file__).resolve().parents[2] / ".pytest_cache" / "cuda_kernels")
@@ -42,7 +44,9 @@ __all__ = [
     "paged_decode",
     "paged_float32",
     "paged_prefill",
+    "quantised_matmul",
     "sampling",
     "skinny_matmul",
     "tiles",
+    "weight_formats",
 ]
