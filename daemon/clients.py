@@ -278,6 +278,7 @@ class Clients:
                 raise NotFound(f"tokens from {index} on are not kept; submit with linger_s", field="have")
         self._take_from(request)
         request.session, request.handle = session, None
+        request.want_logits = request.want_logits and session.arena is not None
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, request.params.n))
         for sample, index in zip(samples, have, strict=True):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import struct
+
+import numpy as np
 import pytest
 
+from kvpool.client import arena, map_segment, ring
 from kvpool.client.errors import ERRORS_BY_CODE
-from kvpool.client.lifeline import FrameReader
+from kvpool.client.lifeline import FrameKind, FrameReader
 from kvpool.client.protocol import (
     CLIENT_MESSAGES,
     DAEMON_MESSAGES,
     PROTOCOL_VERSION,
+    ROW_KINDS,
     decode_client_message,
     decode_daemon_message,
 )
@@ -50,3 +56,30 @@ def test_the_page_describes_the_wire_as_it_is() -> None:
     for code in ERRORS_BY_CODE:
         assert f"| `{code}` |" in page
     assert f"Version {PROTOCOL_VERSION}." in page
+
+
+def test_the_page_describes_the_shared_memory_as_it_is() -> None:
+    page = PAGE.read_text()
+    assert f"magic `{arena.MAGIC.decode()}`, uint32 version ({arena.VERSION})" in page
+    assert f"uint64 bytes of a record ({arena.RECORD_BYTES})" in page
+    cursors = {"ring_head": arena.RING_HEAD, "ring_tail": arena.RING_TAIL, "bulk_tail": arena.BULK_TAIL}
+    for name, word in cursors.items():
+        assert re.search(rf"^\| {8 * word} \| \w+ \| uint64 `{name}`", page, re.MULTILINE), name
+    assert f"\n| {arena.RING_AT} | daemon | the ring" in page
+    offset = 0
+    fields = ("handle", "index", "token_id", "logprob", "sample", "flags", "bytes")
+    for letter, field in zip("IIifHBB", fields, strict=True):
+        kind = {"I": "uint32", "i": "int32", "f": "float32", "H": "uint16", "B": "uint8"}[letter]
+        assert re.search(rf"^\| {offset} \| {kind} \| `?{field}", page, re.MULTILINE), field
+        offset += struct.calcsize(letter)
+    assert f"\n| {offset} | {ring.TEXT_BYTES} bytes | text" in page
+    assert ring.RECORD.format == "<IIifHBB12s"
+    assert f"flags: {ring.HAS_LOGPROB} HAS_LOGPROB, {ring.TEXT_GOES_ON} TEXT_GOES_ON" in page
+    assert f"magic `{map_segment.MAGIC.decode()}`, uint32 version ({map_segment.VERSION})" in page
+    for word in (map_segment.SEQUENCE, map_segment.CHANGED_NS, map_segment.DETAILS_BYTES):
+        assert f"\n| {8 * word} | uint64" in page
+    assert f"\n| {map_segment.ARRAYS_AT} | `states`" in page
+    for kind in FrameKind:
+        assert f"| {kind.value} {kind.name} |" in page
+    for row_kind, dtype in ROW_KINDS.items():
+        assert f"| `{row_kind}` | {np.dtype(dtype).name} (" in page
