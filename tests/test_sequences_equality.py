@@ -18,8 +18,10 @@ from kvpool.client.protocol import Submit, pack_token_ids
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.daemon.request import Request
 from kvpool.daemon.sequence import Sequence
+from kvpool.daemon.sequence_objects import SequenceObject, SequenceObjects
 from kvpool.daemon.snapshot_file import Image, Suitability, pieces, read
 from kvpool.daemon.submission import make_request
+from kvpool.daemon.timers import Timers
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.batch import StepBatch
 from kvpool.model.cpu_backend import CpuBackend
@@ -252,3 +254,21 @@ def test_a_sequence_survives_a_step_that_failed() -> None:
         request = go_on(harness, sequence)
         harness.run()
         assert harness.answer(request).token_ids == expected
+
+
+def test_the_audit_finds_what_belongs_to_nobody() -> None:
+    with engine(make_backend=numpy_backend) as harness:
+        objects = SequenceObjects(harness.engine, Timers())
+        objects.check_invariants()
+        sequence = opened(harness, prompts(1, 20, seed=6)[0])
+        with pytest.raises(RuntimeError, match="hold blocks for nobody"):
+            objects.check_invariants()
+        request = go_on(harness, sequence)
+        objects.check_invariants()  # a request waits for it
+        harness.engine.cancel(request)
+        objects.adopt(SequenceObject("x", 1, sequence))
+        harness.run()
+        objects.check_invariants()
+        harness.scheduler.finish(sequence, "cancelled")
+        with pytest.raises(RuntimeError, match="are over"):
+            objects.check_invariants()

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.client import Busy, Client, InvalidArgument, KVPoolError, NotFound, ShuttingDown, TooLong
 from kvpool.client.client import Sequence
-from tests.support.daemon_process import DaemonProcess, eventually, left_clean
+from tests.support.daemon_process import DaemonProcess, at_rest, eventually, left_clean
 from tests.support.other_user import as_user
 
 PROMPT = "The sea is"
@@ -379,3 +379,18 @@ def test_a_daemon_that_drains_takes_no_new_sequences() -> None:
             assert refusals == [ShuttingDown] * 3
             assert stream.result().finish_reason == "length"
         assert daemon.wait() == 0
+
+
+def test_a_kept_request_is_taken_up_with_its_sequence() -> None:
+    with DaemonProcess("slow") as daemon, daemon.client(reconnect_s=60.0) as pool:
+        expected = pool.generate(PROMPT, max_tokens=34, **GREEDY).token_ids
+        stream = pool.submit(PROMPT, max_tokens=30, keep=True, request_id="kept", **GREEDY)
+        next(stream)
+        daemon.kill()
+        daemon.start()
+        assert stream.result(60.0).token_ids == expected[:30]
+        kept = pool.attach("kept")
+        assert kept.num_tokens == 34
+        assert kept.generate(max_tokens=4, **GREEDY).token_ids == expected[30:]
+        kept.close()
+        assert eventually(lambda: at_rest(pool))
