@@ -9,19 +9,15 @@ claim, or count, a unit of a later step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-from llvmlite import ir
-from numba import types
 
 from . import table as t
 from .attention import attend
-from .jit import instruction, kernel
+from .jit import kernel
 from .linear import linear, linear_units
 from .memory import (
-    INT64,
     atomic_add,
     atomic_load,
+    call_address,
     compare_exchange,
     flush_denormals,
     load_i64,
@@ -42,7 +38,8 @@ Operation = Callable[[int, int, int, int], None]
 SPINS = 2000  # some 20 microseconds; then the processor is offered to whoever holds the unit we wait for
 
 
-# What runs a unit of each operation: function(row, state, unit, thread).
+# What runs a unit of each operation: function(row, state, unit, thread). Called by address: compiled apart, each is
+# optimised once.
 OPERATIONS: dict[int, Operation] = {
     t.PLAN: plan_attention,
     t.EMBED: embed,
@@ -54,18 +51,6 @@ OPERATIONS: dict[int, Operation] = {
     t.SELECT_ROWS: select_rows,
     t.SAMPLE: sample,
 }
-
-
-@instruction
-def call_operation(typing_context: Any, address: Any, row: Any, state: Any, unit: Any, thread: Any) -> Any:
-    """Call a compiled operation by its address: compiled apart, each is optimised once."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [INT64] * 4)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
 
 
 @kernel
@@ -122,7 +107,7 @@ def run_step(state: int, generation: int, thread: int) -> bool:
         units = units_of(row, state)
         unit = claim(counter, base, units)
         while unit >= 0:
-            call_operation(load_i64(function), row, state, unit, thread)
+            call_address(load_i64(function), (row, state, unit, thread))
             atomic_add(counter + 64, 1)
             unit = claim(counter, base, units)
         if not await_units(counter + 64, base + units, state):

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from llvmlite import binding
 
-# Weight formats, as numbers that an operation's row carries.
+# How a tile reads its panels, as numbers that an operation's row carries. BFLOAT16_DOT reads the panels of BFLOAT16 but
+# takes activations rounded to bfloat16, two at a time: the AVX-512 BF16 instruction.
 FLOAT32 = 0
 BFLOAT16 = 1
-FORMAT_NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16"}
+BFLOAT16_DOT = 2
+FORMAT_NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", BFLOAT16_DOT: "bfloat16_dot"}
+
+Tiles = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """A register file. `tiles[r - 1]`: the widths, in panels of 16 columns, of the tiles with r rows, widest first.
+    """A register file. `tiles[format][r - 1]`: the widths, in panels, of the tiles with r rows, widest first.
 
     A tile exists at every width that a taller one has, so that tall and low tiles go through the panels together.
     """
 
     name: str
-    tiles: tuple[tuple[int, ...], ...]
-
-    @property
-    def max_rows(self) -> int:
-        return len(self.tiles)
+    tiles: Mapping[int, Tiles] = field(hash=False)
 
 
-# Sums, a step's weights and one activation must stay in registers: 32 of 16 lanes, 16 of 8, 32 of 4, 16 of 4.
-AVX512 = Isa("avx512", (*((8, 4, 2, 1),) * 2, *((4, 2, 1),) * 4, *((2, 1),) * 6))
-AVX2 = Isa("avx2", ((4, 2, 1), (2, 1), (1,), (1,), (1,)))
-NEON = Isa("neon", ((4, 2, 1), (2, 1), (1,), (1,), (1,), (1,)))
-PLAIN = Isa("plain", ((2, 1), (1,), (1,)))
+# Sums, a step's weights and an activation must stay in registers (the compiler's output shows where it spills), and the
+# independent sums must hide the latency of an instruction: it takes 8 to 12 of them.
+_WIDE, _MIDDLE, _PAIR, _ONE = (8, 4, 2, 1), (4, 2, 1), (2, 1), (1,)
+AVX512 = Isa(
+    "avx512",
+    {
+        FLOAT32: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 4),
+        BFLOAT16: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 3, *(_ONE,) * 5),
+        BFLOAT16_DOT: (_WIDE, _WIDE, *(_MIDDLE,) * 4, *(_PAIR,) * 4),
+    },
+)
+_AVX2_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE)
+_NEON_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE, _ONE)
+_PLAIN_TILES = (_PAIR, _ONE, _ONE)
+AVX2 = Isa("avx2", {FLOAT32: _AVX2_TILES, BFLOAT16: _AVX2_TILES, BFLOAT16_DOT: _AVX2_TILES})
+NEON = Isa("neon", {FLOAT32: _NEON_TILES, BFLOAT16: _NEON_TILES, BFLOAT16_DOT: _NEON_TILES})
+PLAIN = Isa("plain", {FLOAT32: _PLAIN_TILES, BFLOAT16: _PLAIN_TILES, BFLOAT16_DOT: _PLAIN_TILES})
 
 
 @lru_cache(maxsize=1)
@@ -54,3 +67,8 @@ def host_isa() -> Isa:
 def host_fuses() -> bool:
     """Whether multiply-add with one rounding is an instruction (LLVM calls a slow function where it is not)."""
     return "fma" in host_features() or platform.machine() in ("aarch64", "arm64")
+
+
+def host_has_dot() -> bool:
+    """Whether bfloat16 dot products are an instruction."""
+    return {"avx512f", "avx512bf16"} <= host_features()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from . import table as t
+from .isa import BFLOAT16_DOT
 from .jit import kernel
-from .product import product
+from .memory import call_address, load_i64
+from .product import FORMAT_BYTES, product
 from .table import rows_of, word
 
 CHAIN = 128  # k whose products are summed in one chain
 NEAR = 1024  # bytes that a tile without company asks ahead of what it reads
+ROUNDED_ROWS = 80  # rows that are rounded to bfloat16 at a time, where the weights' format wants that
 ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
 
 
@@ -27,19 +30,17 @@ def linear_units(row: int, state: int) -> int:
     return panel_groups * row_groups(row, state) if rows_of(row, state) else 0
 
 
-def linear(row: int, state: int, unit: int, thread: int) -> None:
-    """out (+)= x @ weight.T (+ bias) for the panels and rows of `unit`."""
-    groups, rows = row_groups(row, state), rows_of(row, state)
-    group, panel = unit % groups, unit // groups * word(row, t.UNIT_PANELS)
-    first, last = rows * group // groups, rows * (group + 1) // groups
+@kernel
+def linear_rows(row: int, state: int, panel: int, x: int, x_stride: int, out: int, rows: int) -> None:
+    """`rows` rows of x times the unit's panels from `panel` on."""
     bias, blocks = word(row, t.BIAS), (word(row, t.K) + CHAIN - 1) // CHAIN
     product(
         word(state, t.TILES),
         word(row, t.WEIGHT_FORMAT),
-        last - first,
+        rows,
         min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel),
-        word(row, t.X) + (first + word(row, t.ROW_BEGIN)) * word(row, t.X_STRIDE),
-        word(row, t.X_STRIDE),
+        x,
+        x_stride,
         row + 8 * t.WEIGHT,  # the table of panels has one entry: the address of the first
         0,
         0,
@@ -51,7 +52,7 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
         CHAIN,
         word(row, t.K) - CHAIN * (blocks - 1),
         64,
-        word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64,
+        out,
         word(row, t.OUT_STRIDE),
         bias + panel * 64 if bias else 0,
         word(row, t.ACCUMULATE),
@@ -61,3 +62,22 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
         panel * word(row, t.PANEL_BYTES) + NEAR,
         word(row, t.PANEL_BYTES),
     )
+
+
+def linear(row: int, state: int, unit: int, thread: int) -> None:
+    """out (+)= x @ weight.T (+ bias) for the panels and rows of `unit`."""
+    groups, rows = row_groups(row, state), rows_of(row, state)
+    group, panel = unit % groups, unit // groups * word(row, t.UNIT_PANELS)
+    first, last = rows * group // groups, rows * (group + 1) // groups
+    x = word(row, t.X) + (first + word(row, t.ROW_BEGIN)) * word(row, t.X_STRIDE)
+    out = word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64
+    if word(row, t.WEIGHT_FORMAT) != BFLOAT16_DOT:
+        linear_rows(row, state, panel, x, word(row, t.X_STRIDE), out, last - first)
+        return
+    rounded, stride = word(state, t.ROUNDED) + thread * word(state, t.ROUNDED_BYTES), (word(row, t.K) + 31 & -32) * 2
+    rounding = load_i64(word(state, t.TILES) + BFLOAT16_DOT * FORMAT_BYTES + 16)
+    for begin in range(0, last - first, ROUNDED_ROWS):
+        count = min(ROUNDED_ROWS, last - first - begin)
+        source = x + begin * word(row, t.X_STRIDE)
+        call_address(rounding, (source, word(row, t.X_STRIDE), rounded, stride, count, stride // 64))
+        linear_rows(row, state, panel, rounded, stride, out + begin * word(row, t.OUT_STRIDE), count)

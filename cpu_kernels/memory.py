@@ -75,6 +75,19 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
+@instruction
+def call_address(typing_context: Any, address: Any, arguments: Any) -> Any:
+    """Call the C function of int64 arguments at an address; `arguments` is a tuple of int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [INT64] * arguments.count)
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, [builder.extract_value(values[1], i) for i in range(arguments.count)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate
+
+
 # -- between threads --------------------------------------------------------------------------------------------------
 
 

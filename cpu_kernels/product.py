@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .jit import kernel
-from .memory import load_i64
-from .tile import TABLE_SHAPE, call_tile
+from .memory import call_address, load_i64
+from .tile import TABLE_SHAPE
 
 FORMAT_BYTES = TABLE_SHAPE[1] * TABLE_SHAPE[2] * 16
 ROW_BYTES = TABLE_SHAPE[2] * 16
@@ -81,6 +81,6 @@ def product(
                 ahead_forward,
                 64 * width // cuts if cuts > 1 else 64,
             )
-            call_tile(load_i64(entry), arguments)
+            call_address(load_i64(entry), arguments)
             row += height
         panel += width * groups

@@ -12,9 +12,9 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from .emit import BYTE, Values, loop
 from .machine_code import load_functions
 from .memory import INT64, POINTER
-from .tile import BYTE, Values, loop
 from .vectors import FLOATS, LANES, float_constant, multiply_add
 
 # Independent chains of 16 lanes: enough to hide the latency of every processor, few enough for 16 registers of 8.

@@ -55,6 +55,7 @@ SILU, GELU_TANH = 0, 1
     FUNCTIONS, TILES,        # addresses: of the operations' functions by opcode; the table of `tile.tile_table`
     OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
     SCRATCH, SCRATCH_BYTES,  # per thread
+    ROUNDED, ROUNDED_BYTES,  # per thread: rows of x rounded to bfloat16
     NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS,
     TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, MAX_BLOCKS, LOGIT_ROW_INDEX,
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
@@ -66,7 +67,7 @@ SILU, GELU_TANH = 0, 1
     VOCAB_SIZE, SAMPLING_SCRATCH, SAMPLING_FLOATS,  # per thread: float32 of scratch
     TOP_WIDTH,               # columns of the top lists
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(45)
+) = range(47)
 # fmt: on
 STATE_WORDS = 96
 

@@ -11,7 +11,8 @@ grow with its length. A block's k come in `segments` (a V panel continues in the
 segment g of block b starts at
     table[g * segment_step + p * panel_step] + panel_offset + p * panel_stride + b * block_stride           (bytes)
 and its next step lies `step_stride` bytes on. One step is one k of 16 float32, or two k (even in the low half) of 16
-bfloat16 pairs. Every segment has `k` elements but the very last, which has `last_k`; x runs on through all of them.
+bfloat16 pairs (see `steps`). Every segment has `k` elements but the very last, which has `last_k`; x runs on through
+all of them.
 
 A tile repeats this for `groups` groups of panels, one behind the other. Meanwhile it asks for memory that will be read
 later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step of a segment (or of
@@ -21,100 +22,27 @@ all blocks, where a block is one segment). In segment g of the group that starts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
-from .isa import BFLOAT16, FLOAT32, FORMAT_NAMES, Isa
-from .jit import instruction
+from .emit import BYTE, Body, Values, loop
+from .isa import FORMAT_NAMES, Isa
 from .memory import INT64, POINTER, prefetch
-from .vectors import FLOATS, INTS, float_constant, int_constant, multiply_add, splat_value
+from .steps import ROUNDING, Step, emit_rounding, step_of
+from .vectors import FLOATS, float_constant
 
-BYTE = ir.IntType(8)
 ARGUMENTS = (
     "x", "x_stride", "groups", "table", "segment_step", "panel_step", "panel_stride", "panel_offset",
     "blocks", "block_stride", "segments", "k", "last_k", "step_stride", "out", "out_stride", "bias", "accumulate",
     "ahead_table", "ahead_step", "ahead_segment_step", "ahead_offset", "ahead_forward", "ahead_stride",
 )  # fmt: skip
 
-Values = list[Any]  # LLVM values
-Body = Callable[[Any, Sequence[Any]], Values]
-
-
-# -- one step over k, per weight format -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """How one step over k is computed. `emit(builder, sums, weights, xs, odd)` returns the new sums.
-
-    `weights` are pointers to each panel's 16 lanes, `xs` pointers to each row's next activation, `sums[r][p]` vectors;
-    `odd`: the step's second k does not exist.
-    """
-
-    k_per_step: int
-    unroll: int
-    emit: Callable[[Any, list[Values], Values, Values, bool], list[Values]]
-
-
-def _accumulate(builder: Any, sums: list[Values], weights: Values, xs: Values, k: int) -> list[Values]:
-    """sums[r][p] += x[r, k] * weights[p]."""
-    out = []
-    for row, x in zip(sums, xs, strict=True):
-        scalar = builder.load(builder.gep(x, [INT64(4 * k)], source_etype=BYTE), align=4, typ=ir.FloatType())
-        lanes = splat_value(builder, scalar)
-        out.append([multiply_add(builder, lanes, w, s) for w, s in zip(weights, row, strict=True)])
-    return out
-
-
-def _step_float32(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
-    values = [builder.load(w, align=4, typ=FLOATS) for w in weights]
-    return _accumulate(builder, sums, values, xs, 0)
-
-
-def _step_bfloat16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
-    pairs = [builder.load(w, align=4, typ=INTS) for w in weights]
-    even = [builder.bitcast(builder.shl(pair, int_constant(16)), FLOATS) for pair in pairs]
-    sums = _accumulate(builder, sums, even, xs, 0)
-    if odd:
-        return sums
-    high = int_constant(0xFFFF0000 - (1 << 32))
-    return _accumulate(builder, sums, [builder.bitcast(builder.and_(p, high), FLOATS) for p in pairs], xs, 1)
-
-
-STEPS = {FLOAT32: Step(1, 4, _step_float32), BFLOAT16: Step(2, 2, _step_bfloat16)}
-
 
 # -- the tile ---------------------------------------------------------------------------------------------------------
-
-
-def loop(builder: Any, count: Any, carried: Sequence[Any], body: Body) -> Values:
-    """Repeat `body` `count` times (perhaps never); it maps the index and the carried values to their next ones."""
-    before = builder.block
-    inside = builder.append_basic_block("loop")
-    after = builder.append_basic_block("after")
-    builder.cbranch(builder.icmp_signed(">", count, INT64(0)), inside, after)
-    builder.position_at_end(inside)
-    index = builder.phi(INT64)
-    current = [builder.phi(value.type) for value in carried]
-    following = body(index, current)
-    following_index = builder.add(index, INT64(1))
-    latch = builder.block
-    builder.cbranch(builder.icmp_signed("<", following_index, count), inside, after)
-    for phi, first, value in zip([index, *current], [INT64(0), *carried], [following_index, *following], strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(value, latch)
-    builder.position_at_end(after)
-    results = [builder.phi(value.type) for value in carried]
-    for phi, first, value in zip(results, carried, following, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(value, latch)
-    return results
 
 
 class _TileEmitter:
@@ -204,7 +132,7 @@ class _TileEmitter:
                     weights = [self.offset(panel, w_at) for panel in panels]
                     xs = [self.offset(row, x_at) for row in self.x_rows]
                     nested = step.emit(builder, nested, weights, xs, half)
-                    x_at = builder.add(x_at, INT64(4 * step.k_per_step))
+                    x_at = builder.add(x_at, INT64(step.x_bytes))
                     w_at = builder.add(w_at, a["step_stride"])
                     ahead = builder.add(ahead, a["ahead_stride"])
                 return [x_at, ahead, w_at, *(value for row in nested for value in row)]
@@ -262,19 +190,21 @@ def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
     module = ir.Module(f"kvpool_tiles_{isa.name}")
     kind = ir.FunctionType(ir.VoidType(), [INT64] * len(ARGUMENTS))
     for weight_format in formats:
-        for rows, widths in enumerate(isa.tiles, start=1):
+        for rows, widths in enumerate(isa.tiles[weight_format], start=1):
             for width in widths:
                 function = ir.Function(module, kind, tile_name(weight_format, rows, width))
-                _TileEmitter(function, STEPS[weight_format], rows, width).emit()
+                _TileEmitter(function, step_of(weight_format), rows, width).emit()
+    emit_rounding(module)
     return module
 
 
 def tile_names(isa: Isa, formats: Sequence[int]) -> list[str]:
-    return [tile_name(f, r, w) for f in formats for r, widths in enumerate(isa.tiles, start=1) for w in widths]
+    shapes = [(f, r, widths) for f in formats for r, widths in enumerate(isa.tiles[f], start=1)]
+    return [ROUNDING, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
 
 
 # Kernels find a tile at [format, rows, panels]: the address and width of the widest one that fits in `panels` panels.
-# [format, 0, 0] holds the most rows that a tile has.
+# [format, 0, 0] holds the most rows that a tile has, [format, 0, 1] the address of the function that rounds rows.
 TABLE_SHAPE = (8, 16, 16, 2)
 
 
@@ -282,22 +212,10 @@ def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -
     """TABLE_SHAPE int64, from the address of every tile by name."""
     table = np.zeros(TABLE_SHAPE, dtype=np.int64)
     for weight_format in formats:
-        table[weight_format, 0, 0] = isa.max_rows
-        for rows, widths in enumerate(isa.tiles, start=1):
+        table[weight_format, 0, 0] = len(isa.tiles[weight_format])
+        table[weight_format, 0, 1] = addresses[ROUNDING]
+        for rows, widths in enumerate(isa.tiles[weight_format], start=1):
             for width in reversed(widths):
                 entry = addresses[tile_name(weight_format, rows, width)], width
                 table[weight_format, rows, width:] = entry
     return table
-
-
-@instruction
-def call_tile(typing_context: Any, address: Any, arguments: Any) -> Any:
-    """Call the tile at an address with a tuple of `ARGUMENTS`."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [INT64] * len(ARGUMENTS))
-        function = builder.inttoptr(values[0], kind.as_pointer())
-        builder.call(function, [builder.extract_value(values[1], i) for i in range(len(ARGUMENTS))])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.UniTuple(types.int64, len(ARGUMENTS))), generate

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cpu_kernels import table as t
-from ..cpu_kernels.compiler import load_kernels
-from ..cpu_kernels.isa import BFLOAT16, FLOAT32, FORMAT_NAMES, host_isa
+from ..cpu_kernels.compiler import Kernels, load_kernels
+from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT, FLOAT32, FORMAT_NAMES, host_has_dot, host_isa
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.sampling import SampledArrays, SamplingArrays
+from ..cpu_kernels.selfcheck import dot_agrees
 from ..cpu_kernels.team import Team
 from .backend import BackendLimits, Progress
 from .batch import StepBatch, StepResult
@@ -66,26 +67,40 @@ class CpuBackend:
         kv_format = weight_format if kv_dtype == "auto" else _format(kv_dtype, "kv_dtype")
         self._limits, self._config = limits, program.config
         self._num_threads = threads or usable_cpus()
-        self._isa, self._weight_format, self._kv_format = host_isa(), weight_format, kv_format
+        self._weight_format, self._kv_format = weight_format, kv_format
         self._weights = pack_weights(program, checkpoint, weight_format, progress)
         self._workspace = Workspace(program, limits, self._num_threads)
         self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
-        table = OperationTable(self._weights, self._workspace, self._layout, self._num_threads)
+        dot = {BFLOAT16_DOT} if weight_format == BFLOAT16 and host_has_dot() else set()
+        self._tile_formats = sorted({weight_format, kv_format} | dot)
+        kernels = load_kernels(host_isa(), self._tile_formats, cache or cache_directory() / "kernels", progress)
+        self._product_format = self._choose_product_format(kernels, progress)
+        table = OperationTable(self._weights, self._workspace, self._layout, self._product_format, self._num_threads)
         self._operations = table.build(program)
         self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
-        self._state = self._new_state()
+        self._state = self._new_state(kernels)
         self._pool: Bytes = np.zeros(0, dtype=np.uint8)
         self._batch: StepBatch | None = None
         self._kept: tuple[object, ...] = ()
-        cache = cache or cache_directory() / "kernels"
-        self._kernels = load_kernels(self._isa, sorted({weight_format, kv_format}), cache, progress)
-        self._state[t.FUNCTIONS] = self._kernels.functions.ctypes.data
-        self._state[t.TILES] = self._kernels.tiles.ctypes.data
-        self._team = Team(self._kernels.run_thread, self._state, self._num_threads)
+        self._team = Team(kernels.run_thread, self._state, self._num_threads)
 
-    def _new_state(self) -> NDArray[np.int64]:
+    def _choose_product_format(self, kernels: Kernels, progress: Progress) -> int:
+        """bfloat16 dot products where the processor has them and they compute what they should."""
+        if BFLOAT16_DOT not in self._tile_formats:
+            return self._weight_format
+        if dot_agrees(kernels.tiles):
+            return BFLOAT16_DOT
+        progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
+        return self._weight_format
+
+    def _new_state(self, kernels: Kernels) -> NDArray[np.int64]:
         config, workspace, state = self._config, self._workspace, np.zeros(t.STATE_WORDS, dtype=np.int64)
+        self._kernels = kernels  # keeps what the state points to
         words = {
+            t.FUNCTIONS: kernels.functions.ctypes.data,
+            t.TILES: kernels.tiles.ctypes.data,
+            t.ROUNDED: workspace.rounded,
+            t.ROUNDED_BYTES: workspace.rounded_bytes,
             t.OPS: self._operations.ctypes.data,
             t.NUM_OPS: len(self._operations),
             t.SCRATCH: workspace.scratch,
@@ -116,12 +131,13 @@ class CpuBackend:
     @property
     def description(self) -> str:
         weights, kv = FORMAT_NAMES[self._weight_format], FORMAT_NAMES[self._kv_format]
-        return f"cpu, {self._isa.name} kernels, {weights} weights, {kv} KV, {self._num_threads} threads"
+        dot = " with dot products" if self._product_format == BFLOAT16_DOT else ""
+        return f"cpu, {host_isa().name} kernels{dot}, {weights} weights, {kv} KV, {self._num_threads} threads"
 
     @property
     def kv_layout(self) -> str:
-        weights, kv = FORMAT_NAMES[self._weight_format], FORMAT_NAMES[self._kv_format]
-        return f"cpu-{KV_LAYOUT_VERSION}-{self._isa.name}-{weights}-{kv}"
+        products, kv = FORMAT_NAMES[self._product_format], FORMAT_NAMES[self._kv_format]
+        return f"cpu-{KV_LAYOUT_VERSION}-{host_isa().name}-{products}-{kv}"
 
     @property
     def weights_bytes(self) -> int:

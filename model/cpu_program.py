@@ -12,6 +12,7 @@ from ..cpu_kernels import packing
 from ..cpu_kernels import table as t
 from ..cpu_kernels.attention import partial_bytes, scratch_bytes
 from ..cpu_kernels.isa import BFLOAT16
+from ..cpu_kernels.linear import ROUNDED_ROWS
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.plan import SPLIT, UNIT_BYTES
 from ..cpu_kernels.sampling import scratch_floats
@@ -101,6 +102,8 @@ class Workspace:
         self.partial_bytes = partial_bytes(group, head_width)
         self.scratch_bytes = round_up(scratch_bytes(group, head_width), 64)
         self.sampling_floats = scratch_floats(config.vocab_size)
+        widest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
+        self.rounded_bytes = ROUNDED_ROWS * round_up(widest, 32) * 2
         max_units = self.max_rows * config.num_kv_heads + divided_tiles * max_splits
         parts = [
             layout.reserve(size)
@@ -110,12 +113,14 @@ class Workspace:
                 divided_tiles * 8,
                 num_threads * self.scratch_bytes,
                 num_threads * self.sampling_floats * 4,
+                num_threads * self.rounded_bytes,
             )
         ]
         self.memory: Bytes = map_bytes(layout.size, "the workspace", "lower max_num_batched_tokens or max_num_seqs")
         start = self.memory.ctypes.data
         self.addresses = {name: start + offset for name, offset in offsets.items()}
-        self.units, self.partials, self.arrivals, self.scratch, self.sampling_scratch = (start + p for p in parts)
+        self.units, self.partials, self.arrivals, *scratch = (start + part for part in parts)
+        self.scratch, self.sampling_scratch, self.rounded = scratch
         self.ropes: dict[Rope, tuple[int, int]] = {}
         for rope, size, (cos, sin) in zip(ropes, table_bytes, rope_offsets, strict=True):
             for offset, values in zip((cos, sin), rope.tables(limits.max_model_len), strict=True):
@@ -130,10 +135,13 @@ class Workspace:
 
 
 class OperationTable:
-    """Writes a Program as rows of `cpu_kernels.table` words."""
+    """Writes a Program as rows of `cpu_kernels.table` words. Products read the weights as `product_format` says."""
 
-    def __init__(self, weights: PackedWeights, workspace: Workspace, pool: PoolLayout, num_threads: int) -> None:
-        self._weights, self._workspace, self._pool, self._num_threads = weights, workspace, pool, num_threads
+    def __init__(
+        self, weights: PackedWeights, workspace: Workspace, pool: PoolLayout, product_format: int, num_threads: int
+    ) -> None:
+        self._weights, self._workspace, self._pool = weights, workspace, pool
+        self._product_format, self._num_threads = product_format, num_threads
         self._rows: list[Words] = [{t.OPCODE: t.PLAN}]
 
     def build(self, program: Program) -> NDArray[np.int64]:
@@ -150,8 +158,8 @@ class OperationTable:
     def _add(self, op: Op) -> None:
         match op:
             case Embed():
-                words = self._matrix(op.table) | self._output(op.out) | {t.SCALAR: float_bits(op.scale)}
-                self._rows.append({t.OPCODE: t.EMBED} | words)
+                words = self._matrix(op.table, self._weights.weight_format) | self._output(op.out)
+                self._rows.append({t.OPCODE: t.EMBED, t.SCALAR: float_bits(op.scale)} | words)
             case RmsNorm():
                 words = self._input(op.x) | self._output(op.out) | {t.SCALAR: float_bits(op.eps)}
                 words |= {t.WEIGHT: self._weights.addresses[op.weight], t.ACCUMULATE: int(op.accumulate)}
@@ -182,12 +190,12 @@ class OperationTable:
     def _layer(self, layer: int) -> Words:
         return {t.K_OFFSET: self._pool.key_offset(layer), t.V_OFFSET: self._pool.value_offset(layer)}
 
-    def _matrix(self, weight: Weight) -> Words:
+    def _matrix(self, weight: Weight, read_as: int) -> Words:
         weight_format = self._weights.weight_format
         panels = -(-weight.rows // 16)
         return {
             t.WEIGHT: self._weights.addresses[weight],
-            t.WEIGHT_FORMAT: weight_format,
+            t.WEIGHT_FORMAT: read_as,
             t.PANELS: panels,
             t.PANEL_BYTES: packing.panel_bytes(weight_format, weight.cols),
             t.K: round_up(weight.cols, 2) if weight_format == BFLOAT16 else weight.cols,
@@ -200,10 +208,13 @@ class OperationTable:
         units = max(1, round(panels / in_cache / self._num_threads)) * self._num_threads
         return max(1, math.ceil(panels / max(units, 2 * self._num_threads)))
 
+    def _product(self, op: Linear | Logits) -> Words:
+        words = self._matrix(op.weight, self._product_format) | self._input(op.x) | self._output(op.out)
+        return {t.OPCODE: t.LINEAR} | words
+
     def _linear(self, op: Linear) -> Words:
-        words = {t.OPCODE: t.LINEAR} | self._matrix(op.weight) | self._input(op.x) | self._output(op.out)
         bias = self._weights.addresses[op.bias] if op.bias is not None else 0
-        return words | {t.BIAS: bias, t.ACCUMULATE: int(op.accumulate)}
+        return self._product(op) | {t.BIAS: bias, t.ACCUMULATE: int(op.accumulate)}
 
     def _rope_kv_write(self, op: RopeKvWrite) -> Words:
         cos, sin = self._workspace.ropes[op.rope]
@@ -217,7 +228,5 @@ class OperationTable:
         chunk = self._workspace.logit_chunk
         for first in range(0, self._workspace.max_rows, chunk):
             part = {t.ROW_BEGIN: first, t.ROW_LIMIT: chunk}
-            self._rows.append(
-                {t.OPCODE: t.LINEAR} | self._matrix(op.weight) | self._input(op.x) | self._output(op.out) | part
-            )
+            self._rows.append(self._product(op) | part)
             self._rows.append({t.OPCODE: t.SAMPLE, t.ROWS_KIND: t.LOGIT_ROWS} | self._input(op.out) | part)

@@ -141,3 +141,24 @@ def test_many_logit_rows_go_through_in_chunks(backend: CpuBackend, request: pyte
     assert same(result.logits, reference(dtype))
     np.testing.assert_array_equal(result.tokens, reference(dtype).argmax(axis=1))
     np.testing.assert_array_equal(result.top_tokens[:, 0], result.tokens)
+
+
+def test_dot_products_are_exact_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations rounded to bfloat16 (emulated where the processor lacks the instruction): chunks, company, threads.
+
+    The values are near those of float32 activations, but not the same ones.
+    """
+    plain = reference("bfloat16")
+    monkeypatch.setattr("kvpool.model.cpu_backend.host_has_dot", lambda: True)
+    backend = make("bfloat16")
+    assert "with dot products" in backend.description
+    whole = run_step(backend, [Piece(TOKENS[:200], 0, table(0, 16))], 16, every_row=True)
+    company = [Piece([9] * 30, 0, table(2, 16)), Piece(TOKENS[:37], 0, table(1, 16)), Piece([8], 0, table(3, 16))]
+    parts = [run_step(backend, company, 16, every_row=True).logits[30:67]]
+    for start in range(37, 200, 41):
+        piece = Piece(TOKENS[start : min(start + 41, 200)], start, table(1, 16))
+        parts.append(run_step(backend, [piece], 16, every_row=True).logits)
+    backend.close()
+    assert same(np.concatenate(parts), whole.logits)
+    assert not same(whole.logits, plain[:200])
+    assert np.abs(whole.logits - plain[:200]).mean() < 0.03
