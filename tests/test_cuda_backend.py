@@ -85,7 +85,7 @@ def logits_of(backend: Any, pieces: list[Piece], row: int) -> np.ndarray:
     return run_step(backend, pieces, LIMITS.block_size).logits[row]
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_sequence_has_the_same_bits_whole_in_chunks_in_company_and_after_a_prefix_hit(kv_dtype: str) -> None:
     backend = made(tiny_program(SHAPE), Card(), dtype="bfloat16", kv_dtype=kv_dtype)
     backend.write_blocks(range(40), np.full((40, backend.block_bytes), 0xFF, np.uint8))  # NaN wherever nobody wrote
