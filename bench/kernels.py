@@ -1,0 +1,242 @@
+"""Each CPU kernel against what the machine can do: arithmetic and memory bandwidth measured in the same run.
+
+    python -m bench.kernels [--threads N] [--repeats 15] [--dtypes bfloat16,float32] [--rows 1,4,16,32,128]
+                            [--shapes smollm2-135m,...] [--model smollm2-135m] [--only linear,attention,model]
+
+Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
+operation on weights, or keys and values, of its own, so that nothing comes out of a cache that would not in a model.
+The two columns of percentages are shares of the float32 multiply-adds and of the read bandwidth that this process
+measured just before; the larger of the two says how close to the roof a kernel is. With other work on the machine the
+figures mean little: compare best and median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.cpu_kernels.roofline import Roofline
+from kvpool.model.backend import BackendLimits
+from kvpool.model.batch import SamplingBatch, StepBatch
+from kvpool.model.config import ModelConfig
+from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.errors import ModelError
+from kvpool.model.host import usable_cpus
+from kvpool.model.loading import load_model
+from kvpool.model.program import Linear, Logits, PagedAttention, Program, Recorder, SelectRows, Weight
+from kvpool.model.weights import Float32, RawTensor
+
+BLOCK_SIZE = 16
+COLD_BYTES = 256 << 20  # weights of one launch: far more than caches hold
+SHAPES = {  # hidden_size, intermediate_size, columns of the fused q, k and v
+    "smollm2-135m": (576, 1536, 960),
+    "qwen2.5-0.5b": (896, 4864, 1152),
+    "llama-3-8b": (4096, 14336, 6144),
+}
+
+
+class Filled:
+    """A checkpoint whose every tensor holds one small number: what is computed does not matter here."""
+
+    def __init__(self, program: Program) -> None:
+        self._shapes = {name: (w.rows, w.cols) for w in program.weights() for name in w.names}
+
+    def names(self) -> Iterable[str]:
+        return self._shapes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def raw(self, name: str) -> RawTensor:
+        return RawTensor("F32", self._shapes[name], self.load(name))
+
+    def load(self, name: str) -> Float32:
+        return np.full(self._shapes[name], 0.01, dtype=np.float32)
+
+
+def config(hidden: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> ModelConfig:
+    return ModelConfig("bench", 16, hidden, hidden, layers, heads, kv_heads, head_dim, 8192)
+
+
+def finish(record: Recorder, hidden: int) -> Program:
+    """End a program as every program ends: one row of logits, as few as possible."""
+    selected = record.buffer("selected", hidden, "logits")
+    logits = record.buffer("logits", 16, "logits")
+    record.add(SelectRows(record.buffer("x", hidden), selected))
+    record.add(Logits(selected, Weight(("head",), 16, hidden), logits))
+    return record.program()
+
+
+def linear_program(columns: int, k: int, copies: int) -> Program:
+    record = Recorder(config(k, 1, 1, 16, 1))
+    x, out = record.buffer("x", k), record.buffer("out", columns)
+    for copy in range(copies):
+        record.add(Linear(x, Weight((f"w{copy}",), columns, k), out))
+    return finish(record, k)
+
+
+def attention_program(heads: int, kv_heads: int, head_dim: int, layers: int) -> Program:
+    record = Recorder(config(heads * head_dim, heads, kv_heads, head_dim, layers))
+    x = record.buffer("x", heads * head_dim)
+    qkv = record.buffer("qkv", (heads + 2 * kv_heads) * head_dim)
+    for layer in range(layers):
+        record.add(PagedAttention(qkv, layer, x, head_dim**-0.5))
+    return finish(record, heads * head_dim)
+
+
+def step(num_sequences: int, queries: int, context: int) -> StepBatch:
+    """`num_sequences` sequences in scattered blocks, each with its last `queries` tokens in the step."""
+    blocks = -(-context // BLOCK_SIZE)
+    tables = np.random.default_rng(0).permutation(num_sequences * blocks).reshape(num_sequences, blocks)
+    positions = np.tile(np.arange(context - queries, context), num_sequences)
+    rows = np.repeat(np.arange(num_sequences), queries)
+    slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    one = np.ones(num_sequences)
+    return StepBatch(
+        tokens=np.ones(len(rows), np.int32),
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int64),
+        query_start=np.arange(0, len(rows) + 1, queries, dtype=np.int32),
+        seq_lens=np.full(num_sequences, context, np.int32),
+        block_tables=tables.astype(np.int32),
+        logit_rows=np.arange(queries - 1, len(rows), queries, dtype=np.int32),
+        sampling=SamplingBatch(
+            temperature=np.zeros_like(one, np.float32),
+            top_k=np.zeros_like(one, np.int32),
+            top_p=one.astype(np.float32),
+            min_p=np.zeros_like(one, np.float32),
+            seeds=np.zeros_like(one, np.uint64),
+            counters=np.zeros_like(one, np.int64),
+            num_logprobs=np.full_like(one, -1, np.int32),
+            targets=np.full_like(one, -1, np.int32),
+            repetition_penalty=one.astype(np.float32),
+            presence_penalty=np.zeros_like(one, np.float32),
+            frequency_penalty=np.zeros_like(one, np.float32),
+        ),
+    )
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs steps and prints them beside the roof."""
+
+    threads: int
+    repeats: int
+    flops: float = 0.0
+    read_bytes: float = 0.0
+
+    def measure_roof(self) -> None:
+        roofline = Roofline(self.threads)
+        self.flops, self.read_bytes = roofline.flops(), roofline.read_bytes()
+        print(f"roof: {self.flops / 1e9:.0f} GFLOP/s in float32, {self.read_bytes / 1e9:.1f} GB/s read")
+
+    def backend(self, program: Program, dtype: str, rows: int, sequences: int) -> CpuBackend:
+        limits = BackendLimits(BLOCK_SIZE, max(sequences, 1), max(rows, 1), 8192)
+        return CpuBackend(program, Filled(program), limits, dtype=dtype, threads=self.threads)
+
+    def report(self, name: str, backend: CpuBackend, batch: StepBatch, flops: float, read: float) -> None:
+        """Median and best time of a step, and the shares of the roof that the best one reached."""
+        times = []
+        for _ in range(self.repeats + 1):
+            start = time.perf_counter()
+            backend.launch(batch)
+            backend.collect()
+            times.append(time.perf_counter() - start)
+        median, best = statistics.median(times[1:]), min(times[1:])
+        print(
+            f"{name:<44} {median * 1e3:9.2f} ms  best {best * 1e3:9.2f}  {flops / best / 1e9:7.1f} GFLOP/s "
+            f"{flops / best / self.flops:5.0%}  {read / best / 1e9:6.1f} GB/s {read / best / self.read_bytes:5.0%}"
+        )
+
+    def linear(self, shape: str, dtype: str, rows: Sequence[int]) -> None:
+        hidden, ffn, qkv = SHAPES[shape]
+        bytes_each = 2 if dtype == "bfloat16" else 4
+        for name, columns, k in (("qkv", qkv, hidden), ("gate_up", 2 * ffn, hidden), ("down", hidden, ffn)):
+            size = columns * k * bytes_each
+            copies = max(1, -(-COLD_BYTES // size))
+            backend = self.backend(linear_program(columns, k, copies), dtype, max(rows), 1)
+            backend.allocate_pool(-(-max(rows) // BLOCK_SIZE))
+            for count in rows:
+                label = f"{shape} {name} {columns}x{k} {dtype} {count} rows"
+                work = 2.0 * columns * k * copies * count
+                self.report(label, backend, step(1, count, count), work, float(size * copies))
+            backend.close()
+
+    def attention(self, dtype: str) -> None:
+        """SmolLM2-135M's heads (9 queries, 3 KV, 64 wide), 30 layers; queries x context of each sequence."""
+        heads, kv_heads, head_dim, layers = 9, 3, 64, 30
+        program = attention_program(heads, kv_heads, head_dim, layers)
+        for sequences, queries, context in ((32, 1, 192), (64, 1, 600), (1, 1, 8192), (1, 512, 512), (1, 512, 4096)):
+            backend = self.backend(program, dtype, sequences * queries, sequences)
+            batch = step(sequences, queries, context)
+            backend.allocate_pool(batch.block_tables.size)
+            pairs = sequences * sum(context - queries + i + 1 for i in range(queries))
+            read = sequences * context * backend.block_bytes / BLOCK_SIZE
+            label = f"attention {sequences} x {queries} of {context} {dtype}"
+            self.report(label, backend, batch, 4.0 * pairs * heads * head_dim * layers, read)
+            backend.close()
+
+    def model(self, name: str, dtype: str) -> None:
+        """Whole steps of a real model."""
+        try:
+            model = load_model(name)
+        except ModelError as error:
+            print(f"no whole steps: {error}")
+            return
+        start = time.perf_counter()
+        limits = BackendLimits(BLOCK_SIZE, 128, 2048, 4096)
+        backend = CpuBackend(model.program, model.checkpoint, limits, dtype=dtype, threads=self.threads)
+        print(f"{backend.description}: ready in {time.perf_counter() - start:.1f} s")
+        values = sum(op.weight.rows * op.weight.cols for op in model.program.ops if isinstance(op, Linear | Logits))
+        head = next(op.weight for op in model.program.ops if isinstance(op, Logits))
+        attended = 4 * model.config.num_layers * model.config.num_heads * model.config.head_dim
+        for sequences, queries, context in (
+            (1, 1, 128),
+            (1, 1, 4096),
+            (8, 1, 192),
+            (32, 1, 192),
+            (64, 1, 600),
+            (1, 512, 512),
+        ):
+            batch = step(sequences, queries, context)
+            backend.allocate_pool(batch.block_tables.size)
+            pairs = sequences * sum(context - queries + i + 1 for i in range(queries))
+            flops = 2.0 * (values * queries - head.rows * head.cols * (queries - 1)) * sequences + attended * pairs
+            read = backend.weights_bytes + sequences * context * backend.block_bytes / BLOCK_SIZE
+            self.report(f"{name} {dtype} {sequences} x {queries} of {context}", backend, batch, flops, read)
+        backend.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=usable_cpus())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--rows", default="1,4,16,32,128")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--only", default="linear,attention,model")
+    options = parser.parse_args()
+    bench = Bench(options.threads, options.repeats)
+    print(f"python -m bench.kernels --threads {options.threads} --repeats {options.repeats}")
+    rows = [int(count) for count in options.rows.split(",")]
+    for dtype in options.dtypes.split(","):
+        bench.measure_roof()
+        if "linear" in options.only:
+            for shape in options.shapes.split(","):
+                bench.linear(shape, dtype, rows)
+        if "attention" in options.only:
+            bench.attention(dtype)
+        if "model" in options.only:
+            bench.model(options.model, dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
