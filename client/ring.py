@@ -7,13 +7,16 @@ A record is 32 bytes, little-endian: half a cache line, with room for the text o
     int32  token_id
     float  logprob    natural logarithm; only with HAS_LOGPROB
     uint16 sample
-    uint8  flags      HAS_LOGPROB, TEXT_GOES_ON
+    uint8  flags      HAS_LOGPROB, TEXT_GOES_ON, LOGITS
     uint8  text_bytes
     char   text[12]   UTF-8
 
 Text of more than 12 bytes goes on in the records that follow, each with the same numbers; all but the last have
-TEXT_GOES_ON. The writer stores records and then its cursor, the reader copies records and then stores its own, so
-neither ever waits for the other: a full ring is said to the writer's caller, an empty one to the reader's.
+TEXT_GOES_ON. A record with LOGITS comes before a token's own, and says in place of text where its logits lie in the
+bulk region: uint64 cursor, uint32 bytes.
+
+The writer stores records and then its cursor, the reader copies records and then stores its own, so neither ever waits
+for the other: a full ring is said to the writer's caller, an empty one to the reader's.
 """
 
 from __future__ import annotations
@@ -21,31 +24,39 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .arena import RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, check_cursor
 from .errors import ProtocolError
 from .messages import TokenBatch
+from .regions import BulkReader, BulkWriter
 from .results import TokenEvent
 
 RECORD = struct.Struct("<IIifHBB12s")
 TEXT_BYTES = 12
-HAS_LOGPROB, TEXT_GOES_ON = 1, 2
+HAS_LOGPROB, TEXT_GOES_ON, LOGITS = 1, 2, 4
+PLACE = struct.Struct("<QI")  # in the text of a record with LOGITS
 MAX_HANDLE = 2**32 - 1
+
+Float32 = NDArray[np.float32]
 
 
 class RingWriter:
     """The daemon's end. `write` any number of tokens, then `publish` them together."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._words, self._ring = arena.words, arena.ring
+    def __init__(self, arena: Arena, bulk: BulkWriter) -> None:
+        self._words, self._ring, self._bulk = arena.words, arena.ring, bulk
         self._capacity = arena.layout.ring_records
         self._head = 0
         self._published = 0
         self._tail = 0
 
-    def write(self, handle: int, batch: TokenBatch, first: int = 0) -> int:
+    def write(self, handle: int, batch: TokenBatch, first: int = 0, logits: Float32 | None = None) -> int:
         """Write the batch's tokens from `first` on, as far as there is room; how many of the batch are written now.
 
-        A token is written whole or not at all. Raises ProtocolError if the reader's cursor is impossible.
+        `logits`: (tokens of the batch, vocab_size), for the bulk region. A token is written whole or not at all. Raises
+        ProtocolError if a cursor of the reader is impossible.
         """
         pack, ring, mask = RECORD.pack_into, self._ring, self._capacity - 1
         texts, logprobs, index, sample = batch.texts, batch.logprobs, batch.index, batch.sample
@@ -54,11 +65,20 @@ class RingWriter:
             text = texts[i].encode() if texts else b""
             logprob, flags = (logprobs[i], HAS_LOGPROB) if logprobs else (0.0, 0)
             num_records = 1 if len(text) <= TEXT_BYTES else -(-len(text) // TEXT_BYTES)
+            if logits is not None:
+                num_records += 1
             if num_records > room:
                 self._head = head
                 return i
-            room -= num_records
             numbers = (handle, index + i, batch.token_ids[i], logprob, sample)
+            if logits is not None:
+                place = self._bulk.put(logits[i])
+                if place is None:
+                    self._head = head
+                    return i
+                pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags | LOGITS, PLACE.size, PLACE.pack(*place))
+                head += 1
+            room -= num_records
             while len(text) > TEXT_BYTES:
                 pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags | TEXT_GOES_ON, TEXT_BYTES, text[:TEXT_BYTES])
                 head, text = head + 1, text[TEXT_BYTES:]
@@ -82,10 +102,11 @@ class RingWriter:
 class RingReader:
     """The client's end."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._words, self._ring = arena.words, arena.ring
+    def __init__(self, arena: Arena, bulk: BulkReader) -> None:
+        self._words, self._ring, self._bulk = arena.words, arena.ring, bulk
         self._capacity = arena.layout.ring_records
         self._tail = 0
+        self._logits: Float32 | None = None  # of a token whose own record has not come
         self._text = b""  # of a token whose last record has not come
 
     def read(self) -> list[tuple[int, TokenEvent]]:
@@ -108,13 +129,23 @@ class RingReader:
     def _token(self, record: tuple[int, int, int, float, int, int, int, bytes]) -> tuple[int, TokenEvent] | None:
         """The token that the record completes."""
         handle, index, token_id, logprob, sample, flags, text_bytes, text = record
-        if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~(HAS_LOGPROB | TEXT_GOES_ON):
+        if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~(HAS_LOGPROB | TEXT_GOES_ON | LOGITS):
             raise ProtocolError("a record cannot be read", field="arena.ring")
+        if flags & LOGITS:
+            cursor, num_bytes = PLACE.unpack(text)
+            if not num_bytes or num_bytes % 4:
+                raise ProtocolError(f"{num_bytes} bytes are no logits", field="arena.ring")
+            self._logits = np.frombuffer(self._bulk.take(cursor, num_bytes), dtype="<f4")
+            return None
         if flags & TEXT_GOES_ON:
             self._text += text[:text_bytes]
             return None
         text, self._text = self._text + text[:text_bytes], b""
+        logits, self._logits = self._logits, None
         try:
-            return handle, TokenEvent(token_id, text.decode(), logprob if flags & HAS_LOGPROB else None, index, sample)
+            shown = text.decode()
         except UnicodeDecodeError:
             raise ProtocolError("a record's text is not UTF-8", field="arena.ring") from None
+        return handle, TokenEvent(
+            token_id, shown, logprob if flags & HAS_LOGPROB else None, index, sample, None, logits
+        )

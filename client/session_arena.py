@@ -19,9 +19,9 @@ class SessionArena:
 
     def __init__(self, fd: int) -> None:
         self._arena = Arena.open(fd)
-        self._ring = RingReader(self._arena)
         self._upload = UploadWriter(self._arena)
         self.bulk = BulkReader(self._arena)
+        self._ring = RingReader(self._arena, self.bulk)
         self._streams: dict[int, StreamState] = {}  # by handle
         self._handles: dict[str, int] = {}  # by request id
         self._last_handle = 0

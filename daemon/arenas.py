@@ -34,9 +34,9 @@ class SessionArena:
 
     def __init__(self, layout: Layout) -> None:
         self._arena, self.fd = Arena.create(layout)
-        self.ring = RingWriter(self._arena)
         self.upload = UploadReader(self._arena)
         self.bulk = BulkWriter(self._arena)
+        self.ring = RingWriter(self._arena, self.bulk)
 
     def forget_fd(self) -> None:
         if self.fd >= 0:

@@ -229,8 +229,7 @@ class Clients:
             self._require_bulk(session)
         request = make_request(message, self.text, session.peer.uid, self.now)
         request.session = session
-        # Candidates have no place in the ring, and logits are told of in a message that comes before their tokens.
-        if session.arena is not None and not (request.params.logprobs or request.want_logits):
+        if session.arena is not None and not request.params.logprobs:  # candidates have no place in the ring
             request.handle = message.handle
         submit(request)
         session.requests[request.request_id] = request

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from numpy.typing import NDArray
 
 from ..client.errors import ProtocolError
 from ..client.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
 from .engine import Engine, Output
-from .parcels import Letter, Parcel, RingTokens, RowsParcel, Send, Sent
+from .parcels import LOGITS, Letter, Parcel, RingTokens, RowsParcel, Send, Sent
 from .prompt_rows import Rows
+from .request import Request
 from .sessions import Session
 
 log = logging.getLogger(__name__)
@@ -97,7 +101,8 @@ class Delivery:
 def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session, Parcel]]:
     """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
     events: dict[Session, list[TokenBatch]] = {}
-    rings: dict[Session, list[tuple[int, TokenBatch]]] = {}
+    rings: dict[Session, list[tuple[int, TokenBatch, NDArray[Any] | None]]] = {}
+    logits: dict[tuple[Request, int], NDArray[Any]] = {}  # of tokens that come next, for the ring
     others: list[tuple[Session, Finished | Notice]] = []
     for request, message in outputs:
         session = request.session
@@ -107,7 +112,10 @@ def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session,
             if request.handle is None:
                 events.setdefault(session, []).append(message)
             else:
-                rings.setdefault(session, []).append((request.handle, message))
+                rows = logits.get((request, message.sample)) if request.want_logits else None
+                rings.setdefault(session, []).append((request.handle, message, rows))
+        elif isinstance(message, Rows) and request.handle is not None and message.kind == LOGITS:
+            logits[request, message.sample] = message.values
         elif isinstance(message, Rows):
             yield session, RowsParcel(epoch, request.request_id, message)
         else:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..client.protocol import Rows as RowsMessage
 from ..client.protocol import TokenBatch, encode
 from .prompt_rows import Rows
@@ -81,9 +84,9 @@ class RowsParcel:
 
 
 class RingTokens:
-    """Tokens of one step, for the ring: (handle, tokens) of each sample."""
+    """Tokens of one step, for the ring: (handle, tokens, their logits) of each sample."""
 
-    def __init__(self, batches: list[tuple[int, TokenBatch]]) -> None:
+    def __init__(self, batches: list[tuple[int, TokenBatch, NDArray[np.float32] | None]]) -> None:
         self._batches = batches
         self._first = 0  # token of the first batch that is not written yet
 
@@ -92,8 +95,8 @@ class RingTokens:
         if arena is None or lifeline is None:
             return Sent.GONE
         ring, done = arena.ring, 0
-        for handle, batch in self._batches:
-            self._first = ring.write(handle, batch, self._first)
+        for handle, batch, logits in self._batches:
+            self._first = ring.write(handle, batch, self._first, logits)
             if self._first < len(batch.token_ids):
                 break
             done, self._first = done + 1, 0

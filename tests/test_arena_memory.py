@@ -46,6 +46,10 @@ def both_ends(layout: Layout = SMALL) -> Iterator[tuple[Arena, Arena]]:
     daemon.close()
 
 
+def ring_ends(daemon: Arena, client: Arena) -> tuple[RingWriter, RingReader]:
+    return RingWriter(daemon, BulkWriter(daemon)), RingReader(client, BulkReader(client))
+
+
 def batch(tokens: list[tuple[int, str, float]], index: int = 0, sample: int = 0) -> TokenBatch:
     ids, texts, logprobs = (tuple(token[i] for token in tokens) for i in range(3))
     return TokenBatch("r", sample, index, ids, texts, logprobs)
@@ -158,7 +162,7 @@ class RingMachine(RuleBasedStateMachine):
         self.daemon, fd = Arena.create(SMALL)
         self.client = Arena.open(fd)
         os.close(fd)
-        self.writer, self.reader = RingWriter(self.daemon), RingReader(self.client)
+        self.writer, self.reader = ring_ends(self.daemon, self.client)
         self.written: deque[tuple[int, TokenEvent]] = deque()  # not published yet
         self.visible: deque[tuple[int, TokenEvent]] = deque()
 
@@ -215,7 +219,7 @@ test_ring_against_a_deque = RingMachine.TestCase
 
 def test_cursors_wrap_around_the_ring_many_times() -> None:
     with both_ends() as (daemon, client):
-        writer, reader, seen = RingWriter(daemon), RingReader(client), []
+        (writer, reader), seen = ring_ends(daemon, client), []
         for round_number in range(100):
             assert writer.write(3, batch([(i, f"t{i}", -0.5) for i in range(37)], 37 * round_number)) == 37
             writer.publish()
@@ -225,7 +229,7 @@ def test_cursors_wrap_around_the_ring_many_times() -> None:
 
 def test_a_full_ring_takes_what_fits_and_goes_on_from_there() -> None:
     with both_ends() as (daemon, client):
-        writer, reader = RingWriter(daemon), RingReader(client)
+        writer, reader = ring_ends(daemon, client)
         many = batch([(i, "", -1.0) for i in range(300)])
         first, seen = 0, []
         while first < 300:
@@ -241,7 +245,7 @@ def test_a_full_ring_takes_what_fits_and_goes_on_from_there() -> None:
 def test_the_longest_text_of_a_token_fits_the_ring_of_a_session() -> None:
     text = "x" * 65536
     with both_ends(Layout(8192, PAGE_BYTES, PAGE_BYTES)) as (daemon, client):
-        writer, reader = RingWriter(daemon), RingReader(client)
+        writer, reader = ring_ends(daemon, client)
         assert writer.write(1, TokenBatch("r", 0, 0, (5,), (text,))) == 1
         writer.publish()
         assert reader.read() == [(1, TokenEvent(5, text, None, 0, 0))]
@@ -249,7 +253,7 @@ def test_the_longest_text_of_a_token_fits_the_ring_of_a_session() -> None:
 
 def test_without_texts_and_logprobs_there_are_none() -> None:
     with both_ends() as (daemon, client):
-        writer, reader = RingWriter(daemon), RingReader(client)
+        writer, reader = ring_ends(daemon, client)
         writer.write(1, TokenBatch("r", 2, 9, (5, 6)))
         assert reader.read() == []  # not published
         writer.publish()
@@ -259,7 +263,7 @@ def test_without_texts_and_logprobs_there_are_none() -> None:
 @pytest.mark.parametrize("head", [129, 2**63, 2**64 - 1])
 def test_the_reader_does_not_believe_a_cursor_either(head: int) -> None:
     with both_ends() as (daemon, client):
-        reader = RingReader(client)
+        _, reader = ring_ends(daemon, client)
         daemon.words[RING_HEAD] = head
         with pytest.raises(ProtocolError, match=r"arena\.ring_head"):
             reader.read()
@@ -279,7 +283,7 @@ def test_a_record_that_cannot_be_is_refused(record: tuple[object, ...]) -> None:
         RECORD.pack_into(daemon.ring, 0, *record)
         daemon.words[RING_HEAD] = 1
         with pytest.raises(ProtocolError, match=r"arena\.ring"):
-            RingReader(client).read()
+            ring_ends(daemon, client)[1].read()
 
 
 plausible = st.builds(
@@ -303,7 +307,7 @@ def test_any_bytes_in_the_ring_are_tokens_or_a_protocol_error(records: list[byte
         daemon.ring[: len(data)] = data
         daemon.words[RING_HEAD] = head
         try:
-            events = RingReader(client).read()
+            events = ring_ends(daemon, client)[1].read()
         except ProtocolError:
             return
         assert len(events) <= head

@@ -74,7 +74,8 @@ def test_the_page_describes_the_shared_memory_as_it_is() -> None:
         offset += struct.calcsize(letter)
     assert f"\n| {offset} | {ring.TEXT_BYTES} bytes | text" in page
     assert ring.RECORD.format == "<IIifHBB12s"
-    assert f"flags: {ring.HAS_LOGPROB} HAS_LOGPROB, {ring.TEXT_GOES_ON} TEXT_GOES_ON" in page
+    assert f"flags: {ring.HAS_LOGPROB} HAS_LOGPROB, {ring.TEXT_GOES_ON} TEXT_GOES_ON, {ring.LOGITS} LOGITS" in page
+    assert ring.PLACE.format == "<QI"
     assert f"magic `{map_segment.MAGIC.decode()}`, uint32 version ({map_segment.VERSION})" in page
     for word in (map_segment.SEQUENCE, map_segment.CHANGED_NS, map_segment.DETAILS_BYTES):
         assert f"\n| {8 * word} | uint64" in page
