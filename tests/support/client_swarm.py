@@ -42,7 +42,8 @@ class Swarm:
 
     def _lines(self) -> Iterator[str]:
         assert self._process.stdout is not None
-        yield from self._process.stdout
+        while line := self._process.stdout.readline():
+            yield line
 
     def kill(self) -> None:
         """SIGKILL all of them at once."""
