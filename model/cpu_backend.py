@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,3 +237,9 @@ class CpuBackend:
 
     def close(self) -> None:
         self._team.close()
+
+    def __del__(self) -> None:
+        """Threads must not outlive the memory that they write, also where nobody called `close` in the middle of a
+        step. (An interpreter that ends takes its threads with it, and must not be made to wait for them.)"""
+        if hasattr(self, "_team") and not sys.is_finalizing():
+            self.close()

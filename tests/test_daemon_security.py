@@ -46,7 +46,7 @@ def pool(daemon: DaemonProcess) -> Iterator[Client]:
 
 @needs_root
 def test_another_user_sees_nothing_of_a_request(daemon: DaemonProcess, pool: Client) -> None:
-    with pool.submit("a secret text", request_id="secret-name", max_tokens=100, **GREEDY) as stream:
+    with pool.submit("a secret text", request_id="secret-name", max_tokens=100, window=4, **GREEDY) as stream:
         next(iter(stream))
         assert pool.ps()[0]["request_id"] == "secret-name"
         rows, pool_map, stats = as_user(
@@ -91,7 +91,7 @@ def test_only_administrators_command_the_daemon(daemon: DaemonProcess, pool: Cli
 
 @needs_root
 def test_members_of_the_admin_group_are_administrators(daemon: DaemonProcess, pool: Client) -> None:
-    with pool.submit("a text", request_id="theirs", max_tokens=100, **GREEDY) as stream:
+    with pool.submit("a text", request_id="theirs", max_tokens=100, window=4, **GREEDY) as stream:
         next(iter(stream))
         rows, reloaded, cancelled = as_user(
             daemon.address, ALICE, ADMINS, [["ps", "", {}], ["reload", "", {}], ["cancel", "theirs", {}]]
