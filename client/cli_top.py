@@ -16,6 +16,7 @@ from typing import Any
 
 from .client import Client
 from .errors import KVPoolError
+from .live_map import LiveMap
 from .pool_map import PoolMap
 from .terminal import DIM, PLAIN, Line, Terminal
 from .top_view import SORTS, History, Row, View, draw
@@ -38,7 +39,7 @@ def top(options: argparse.Namespace) -> int:
     view = View(sort=options.sort)
     on_screen = not options.once and not options.json and sys.stdout.isatty() and sys.stdin.isatty()
     with Client(options.address, client_name="kvpool top") as pool:
-        read = pool.pool_map if options.once else pool.live_map().read
+        read = pool.pool_map if options.once else LiveMap(pool).read
         if on_screen:
             with _raw_screen():
                 _watch(pool, read, view, max(0.1, options.interval))

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from . import calls
 from .calls import Question
 from .connection import Connection
-from .live_map import LiveMap
 from .messages import Welcome
 from .pool_map import PoolMap
 from .requests import (
@@ -205,10 +204,6 @@ class Client:
     def pool_map(self) -> PoolMap:
         """State, owner and reference count of every block, with the rows of `ps` and the figures of `stats`."""
         return self._ask(calls.pool_map())
-
-    def live_map(self) -> LiveMap:
-        """The same to look at often, which costs the daemon nothing where its map may be shared: for administrators."""
-        return LiveMap(self)
 
     def fsck(self) -> dict[str, Any]:
         """Audit the pool: `consistent`, and what is not."""

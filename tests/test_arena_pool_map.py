@@ -16,6 +16,7 @@ import pytest
 
 from kvpool.client import Client, KVPoolError
 from kvpool.client.errors import ConnectionLost, ProtocolError, Timeout
+from kvpool.client.live_map import LiveMap
 from kvpool.client.map_segment import ALIGNMENT, ARRAYS_AT, HEADER, SEQUENCE, MapLayout, MapReader, MapWriter
 from kvpool.client.pool_map import USED
 from kvpool.client.protocol import Call, ClientMessage, Failed, Reply
@@ -150,7 +151,7 @@ def memory_files(pid: int) -> list[str]:
 
 def test_it_follows_the_pool_and_goes_with_its_last_watcher(daemon: DaemonProcess) -> None:
     with daemon.client() as watcher, daemon.client() as other:
-        live = watcher.live_map()
+        live = LiveMap(watcher)
         assert live.shared
         with other.submit("The sea is", max_tokens=200, ignore_eos=True, request_id="watched") as stream:
             for _ in range(3):
@@ -165,7 +166,7 @@ def test_it_follows_the_pool_and_goes_with_its_last_watcher(daemon: DaemonProces
         asked = watcher.pool_map()
         assert (live.read().states == asked.states).all()
         assert live.read().counters.keys() == asked.counters.keys()
-        again = watcher.live_map()  # a second one takes the place of the first
+        again = LiveMap(watcher)  # a second one takes the place of the first
         assert again.read().num_blocks == asked.num_blocks
         assert any("kvpool-map" in name for name in memory_files(daemon.pid))
     assert eventually(lambda: not memory_files(daemon.pid))
@@ -173,7 +174,7 @@ def test_it_follows_the_pool_and_goes_with_its_last_watcher(daemon: DaemonProces
 
 def test_watching_costs_no_messages(daemon: DaemonProcess) -> None:
     with daemon.client() as watcher, daemon.client() as other:
-        live = watcher.live_map()
+        live = LiveMap(watcher)
         before = other.stats()["messages_total"]
         for _ in range(50):
             live.read()
@@ -189,7 +190,7 @@ def test_others_ask_instead(tmp_path: Path) -> None:
             peer.send(Reply(peer.epoch, message.call_id, answer(5) | {"num_blocks": 100, "block_size": 16}))
 
     with FakeDaemon(tmp_path / "s", script), Client(str(tmp_path / "s")) as pool:
-        live = pool.live_map()
+        live = LiveMap(pool)
         assert not live.shared
         assert live.read().counters == live.read().counters == {"mark": 5}
 
@@ -202,7 +203,7 @@ def test_who_has_no_lifeline_gets_no_map(daemon: DaemonProcess) -> None:
 
 def test_a_daemon_that_dies_or_hangs_is_noticed() -> None:
     with DaemonProcess("slow") as mortal, mortal.client(timeout_s=2.0) as watcher:
-        live = watcher.live_map()
+        live = LiveMap(watcher)
         live.read()
         mortal.signal(signal.SIGSTOP)
         assert live.read().num_blocks > 0  # what is known is known

@@ -22,6 +22,7 @@ import pytest
 from kvpool.client import Client, KVPoolError
 from kvpool.client.arena import ARENA, RING_TAIL, Layout
 from kvpool.client.lifeline import FrameKind, FrameReader, encode_frame
+from kvpool.client.live_map import LiveMap
 from kvpool.client.protocol import Accepted, Closing, Failed, Finished, Hello, Submit, Tokens, Welcome
 from kvpool.daemon.delivery import SLOW_READER
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
@@ -299,7 +300,7 @@ def test_a_session_that_ends_leaves_nothing_in_either_process(
     for _ in range(10):
         with daemon.client() as pool:
             pool.generate([5, 6, 7], max_tokens=5, **GREEDY)
-            pool.live_map().read()
+            LiveMap(pool).read()
         client = Client(daemon.address)
         client.connect()
         del client  # left to the garbage collector
