@@ -46,6 +46,7 @@ from .plan import (
     UNIT_BYTES,
 )
 from .product import product
+from .rounding import round_columns, rounded_stride
 from .table import float_word, word
 from .vectors import exp, load, max_lanes, maximum, select_range, splat, store, sum_lanes
 
@@ -109,7 +110,7 @@ def merge(into: int, part: int, rows: int, head_width: int) -> None:
 
 @kernel
 def write_rows(partial: int, row: int, state: int, unit: int) -> None:
-    """out = weighted values / sum, for every query row of the unit."""
+    """out = weighted values / sum, for every query row of the unit; and their bfloat16 copy, if it is wanted."""
     head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
     group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
     rows = word(unit, NUM_QUERIES) * group
@@ -123,6 +124,12 @@ def write_rows(partial: int, row: int, state: int, unit: int) -> None:
             store(out + i, load(source + i) / splat(total))
         for i in range(4 * whole, 4 * head_dim, 4):
             store_f32(out + i, load_f32(source + i) / total)
+    if word(row, t.ROUNDED_OUT):
+        first, columns = word(unit, KV_HEAD) * group * head_dim, group * head_dim
+        x = word(row, t.OUT) + word(unit, FIRST_ROW) * word(row, t.OUT_STRIDE) + first * 4
+        stride = rounded_stride(word(row, t.WIDTH))
+        rounded = word(row, t.ROUNDED_OUT) + word(unit, FIRST_ROW) * stride + first * 2
+        round_columns(state, x, word(row, t.OUT_STRIDE), rounded, stride, word(unit, NUM_QUERIES), columns)
 
 
 # -- one split --------------------------------------------------------------------------------------------------------

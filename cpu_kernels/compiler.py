@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from .tile import tile_names, tile_table, tiles_module
 
 Progress = Callable[[str, float], None]
 
+HERE = Path(__file__).parent
+
 _SIGNATURE = types.void(*[types.int64] * 4)  # of every operation, and of `run_thread`
 _lock = threading.Lock()
 _compiled: dict[str, Any] = {}  # Numba's functions own their code: they live as long as the process
@@ -47,31 +50,37 @@ class Kernels:
     run_thread: Callable[[int, int, int, int], None]
 
 
-def sources(module: str, found: set[str] | None = None) -> set[str]:
-    """The names of `module` and of every module of this room that it imports, directly or not."""
-    found = set() if found is None else found
-    path = Path(__file__).with_name(f"{module}.py")
-    if module in found or not path.exists():
-        return found
-    found.add(module)
-    for node in ast.walk(ast.parse(path.read_bytes())):
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of this room that `module` imports."""
+    found = set()
+    for node in ast.walk(ast.parse((HERE / f"{module}.py").read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            for name in [node.module] if node.module else [alias.name for alias in node.names]:
-                sources(name, found)
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return frozenset(name for name in found if (HERE / f"{name}.py").exists())
+
+
+def sources(module: str) -> set[str]:
+    """`module` and every module of this room that it imports, directly or not."""
+    found: set[str] = set()
+    waiting = {module}
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        waiting |= imports(name) - found
     return found
 
 
 def changed_sources(since_ns: int = LOADED_NS) -> list[str]:
     """Sources that were edited after this process loaded them: what it compiles must not be kept under their names."""
-    here = Path(__file__).parent
-    return sorted(path.name for path in here.glob("*.py") if path.stat().st_mtime_ns > since_ns)
+    return sorted(path.name for path in HERE.glob("*.py") if path.stat().st_mtime_ns > since_ns)
 
 
 def cache_key(module: str) -> str:
     """Changes with any source that `module` can reach, with the compiler and with the processor."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(sources(module)):
-        digest.update(name.encode() + b"\0" + Path(__file__).with_name(f"{name}.py").read_bytes() + b"\0")
+        digest.update(name.encode() + b"\0" + (HERE / f"{name}.py").read_bytes() + b"\0")
     names = (numba.__version__, llvmlite.__version__, binding.get_host_cpu_name(), *sorted(host_features()))
     digest.update("\0".join(names).encode())
     return digest.hexdigest()
@@ -90,21 +99,34 @@ def load_kernels(isa: Isa, formats: Sequence[int], cache: Path, progress: Progre
         parts = len(OPERATIONS) + 2
         functions = np.zeros(len(OPERATIONS), dtype=np.int64)
         for number, (opcode, operation) in enumerate(OPERATIONS.items()):
-            progress("preparing CPU kernels", number / parts)
+            progress(_doing(operation, kept), number / parts)
             functions[opcode] = _compile(operation, kept).address
-        progress("preparing CPU kernels", (parts - 2) / parts)
+        progress(_doing(run_thread, kept), (parts - 2) / parts)
         entry = _compile(run_thread, kept).ctypes
-        progress("preparing CPU kernels", (parts - 1) / parts)
+        progress("loading CPU kernels", (parts - 1) / parts)
         tiles = _load_tiles(isa, tuple(formats), kept)
-        progress("preparing CPU kernels", 1.0)
+        progress("loading CPU kernels", 1.0)
     return Kernels(functions, tiles, entry)
+
+
+def _doing(function: Callable[..., None], cache: Path | None) -> str:
+    """What people are told while `function` is made ready: compiling takes seconds, and happens once."""
+    directory = _directory(cache, module_of(function))
+    known = function.__name__ in _compiled or (
+        directory is not None and any(directory.rglob(f"*.{function.__name__}-*"))
+    )
+    return "loading CPU kernels" if known else "compiling CPU kernels"
+
+
+def module_of(function: Callable[..., None]) -> str:
+    return function.__module__.rpartition(".")[2]
 
 
 def _compile(function: Callable[..., None], cache: Path | None) -> Any:
     """A C function of four int64, compiled once in this process."""
     name = function.__name__
     if name not in _compiled:
-        directory = _directory(cache, function.__module__.rpartition(".")[2])
+        directory = _directory(cache, module_of(function))
         with _numba_cache(directory):
             declare = numba.cfunc(_SIGNATURE, cache=directory is not None, error_model="numpy")
             _compiled[name] = declare(function)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from . import table as t
 from .isa import BFLOAT16_DOT
 from .jit import kernel
-from .memory import call_address, load_i64
-from .product import FORMAT_BYTES, product
+from .product import product
+from .rounding import round_columns, rounded_stride
 from .table import rows_of, word
 
 CHAIN = 128  # k whose products are summed in one chain
 NEAR = 1024  # bytes that a tile without company asks ahead of what it reads
-ROUNDED_ROWS = 80  # rows that are rounded to bfloat16 at a time, where the weights' format wants that
+ROUNDED_ROWS = 80  # rows that are rounded to bfloat16 at a time, where nobody did it before
 ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
 
 
@@ -71,13 +71,13 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
     first, last = rows * group // groups, rows * (group + 1) // groups
     x = word(row, t.X) + (first + word(row, t.ROW_BEGIN)) * word(row, t.X_STRIDE)
     out = word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64
-    if word(row, t.WEIGHT_FORMAT) != BFLOAT16_DOT:
+    if word(row, t.WEIGHT_FORMAT) != BFLOAT16_DOT or word(row, t.X_ROUNDED):
         linear_rows(row, state, panel, x, word(row, t.X_STRIDE), out, last - first)
         return
-    rounded, stride = word(state, t.ROUNDED) + thread * word(state, t.ROUNDED_BYTES), (word(row, t.K) + 31 & -32) * 2
-    rounding = load_i64(word(state, t.TILES) + BFLOAT16_DOT * FORMAT_BYTES + 16)
+    rounded, stride = word(state, t.ROUNDED) + thread * word(state, t.ROUNDED_BYTES), rounded_stride(word(row, t.K))
     for begin in range(0, last - first, ROUNDED_ROWS):
         count = min(ROUNDED_ROWS, last - first - begin)
-        source = x + begin * word(row, t.X_STRIDE)
-        call_address(rounding, (source, word(row, t.X_STRIDE), rounded, stride, count, stride // 64))
+        round_columns(
+            state, x + begin * word(row, t.X_STRIDE), word(row, t.X_STRIDE), rounded, stride, count, word(row, t.K)
+        )
         linear_rows(row, state, panel, rounded, stride, out + begin * word(row, t.OUT_STRIDE), count)

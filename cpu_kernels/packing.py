@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,10 +30,10 @@ def panel_bytes(weight_format: int, cols: int) -> int:
 
 
 def to_bfloat16(values: Float32) -> NDArray[np.uint16]:
-    """The high halves of float32 values, rounded to nearest even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    """The bits of float32 values rounded to the nearest bfloat16, ties to even; NaN stays NaN."""
+    with np.errstate(invalid="ignore"):
+        bits: NDArray[np.uint16] = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return bits
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> Float32:

@@ -12,6 +12,7 @@ from . import table as t
 from .isa import BFLOAT16
 from .jit import kernel
 from .memory import float_of_bits, load_f32, load_i32, load_u32, store_f32
+from .rounding import round_rows
 from .table import float_word, rows_of_unit, word
 from .vectors import Vector, exp, fma, load, select_range, splat, store, sum_lanes
 
@@ -65,13 +66,15 @@ def rms_norm(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] (+)= x[t] / sqrt(mean(x[t]^2) + eps) * weight."""
     width, weight = word(row, t.WIDTH), word(row, t.WEIGHT)
     accumulate = word(row, t.ACCUMULATE) != 0
-    for index in range(*rows_of_unit(row, state, unit)):
+    first, last = rows_of_unit(row, state, unit)
+    for index in range(first, last):
         x = word(row, t.X) + index * word(row, t.X_STRIDE)
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
         scale = splat(inverse_rms(x, width, float_word(row, t.SCALAR)))
         for i in range(0, 4 * width, 64):
             value = load(x + i) * scale * load(weight + i)
             store(out + i, load(out + i) + value if accumulate else value)
+    round_rows(row, state, first, last)
 
 
 @kernel
@@ -96,10 +99,12 @@ def activate(kind: int, gate: int, up: int, out: int, width: int) -> None:
 def gated_activation(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] = act(x[t, :n]) * x[t, n:]."""
     width = word(row, t.WIDTH)
-    for index in range(*rows_of_unit(row, state, unit)):
+    first, last = rows_of_unit(row, state, unit)
+    for index in range(first, last):
         gate = word(row, t.X) + index * word(row, t.X_STRIDE)
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
         activate(word(row, t.KIND), gate, gate + 4 * width, out, width)
+    round_rows(row, state, first, last)
 
 
 def select_rows(row: int, state: int, unit: int, thread: int) -> None:

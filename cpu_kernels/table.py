@@ -31,13 +31,15 @@ PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, ATTENTION, ACTIVATION, SELECT_ROWS
     UNIT_PANELS,             # panels that one unit of work covers
     BIAS,                    # address, 0: none
     ACCUMULATE,              # 1: add to OUT
+    X_ROUNDED,               # 1: X is bfloat16 (see `rounding`)
+    ROUNDED_OUT,             # where a bfloat16 copy of OUT is wanted, 0: nowhere
     SCALAR,                  # epsilon, embedding scale or softmax scale, as float32 bits
     KIND,                    # SILU or GELU_TANH
     COS, SIN, HALF,          # rotary tables (max_model_len, HALF) float32
     Q_NORM, K_NORM,          # addresses of head norms, 0: none
     K_OFFSET, V_OFFSET,      # where this layer's K and V lie in a block, in bytes
     WINDOW,                  # tokens a query may look back, itself included; 0: everything
-) = range(27)
+) = range(29)
 # fmt: on
 ROW_WORDS = 32
 ROW_BYTES = 8 * ROW_WORDS

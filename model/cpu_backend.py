@@ -22,7 +22,7 @@ from .backend import BackendLimits, Progress
 from .batch import StepBatch, StepResult
 from .cache import cache_directory
 from .cpu_memory import Bytes, map_bytes
-from .cpu_program import OperationTable, PoolLayout, Workspace
+from .cpu_program import OperationTable, PoolLayout, Workspace, rounded_inputs
 from .cpu_weights import pack_weights
 from .host import available_memory, usable_cpus
 from .program import Logits, Program
@@ -70,12 +70,13 @@ class CpuBackend:
         self._num_threads = threads or usable_cpus()
         self._weight_format, self._kv_format = weight_format, kv_format
         self._weights = pack_weights(program, checkpoint, weight_format, progress)
-        self._workspace = Workspace(program, limits, self._num_threads)
         self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
         dot = {BFLOAT16_DOT} if weight_format == BFLOAT16 and host_has_dot() else set()
         self._tile_formats = sorted({weight_format, kv_format} | dot)
         kernels = load_kernels(host_isa(), self._tile_formats, cache or cache_directory() / "kernels", progress)
         self._product_format = self._choose_product_format(kernels, progress)
+        rounded = rounded_inputs(program, self._product_format)
+        self._workspace = Workspace(program, limits, self._num_threads, rounded)
         table = OperationTable(self._weights, self._workspace, self._layout, self._product_format, self._num_threads)
         self._operations = table.build(program)
         self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
@@ -100,8 +101,8 @@ class CpuBackend:
         words = {
             t.FUNCTIONS: kernels.functions.ctypes.data,
             t.TILES: kernels.tiles.ctypes.data,
-            t.ROUNDED: workspace.rounded,
-            t.ROUNDED_BYTES: workspace.rounded_bytes,
+            t.ROUNDED: workspace.rounding,
+            t.ROUNDED_BYTES: workspace.rounding_bytes,
             t.OPS: self._operations.ctypes.data,
             t.NUM_OPS: len(self._operations),
             t.SCRATCH: workspace.scratch,

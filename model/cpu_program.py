@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..cpu_kernels import packing
 from ..cpu_kernels import table as t
 from ..cpu_kernels.attention import partial_bytes, scratch_bytes
-from ..cpu_kernels.isa import BFLOAT16
+from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT
 from ..cpu_kernels.linear import ROUNDED_ROWS
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.plan import SPLIT, UNIT_BYTES
@@ -38,7 +38,7 @@ from .program import (
 
 KINDS = {"silu": t.SILU, "gelu_tanh": t.GELU_TANH}
 EVERY_ROW = 1 << 40
-UNIT_WEIGHT_BYTES = 256 * 1024  # float32 weights that one unit reads: they stay in a core's L2 while the rows pass
+UNIT_WEIGHT_BYTES = 256 * 1024  # weights that one unit reads: they stay in a core's L2 while the rows pass
 
 Words = dict[int, int]
 
@@ -75,14 +75,37 @@ class PoolLayout:
         return self.key_offset(layer) + self.key_bytes
 
 
+def rounded_bytes(columns: int) -> int:
+    """Bytes of a row rounded to bfloat16: see `cpu_kernels.rounding`."""
+    return round_up(columns, 32) * 2
+
+
+def rounded_inputs(program: Program, product_format: int) -> frozenset[str]:
+    """Buffers that dot products read and whose writers all can round what they write."""
+    if product_format != BFLOAT16_DOT:
+        return frozenset()
+    config = program.config
+    whole_heads = (
+        config.queries_per_kv_head * config.head_dim % 32 == 0
+    )  # an attention unit rounds 32 columns at a time
+    read = {op.x.name for op in program.ops if isinstance(op, Linear | Logits)}
+    for op in program.ops:
+        out = getattr(op, "out", None)
+        rounds = isinstance(op, RmsNorm | GatedActivation) or (isinstance(op, PagedAttention) and whole_heads)
+        if out is not None and not rounds:
+            read.discard(out.name)
+    return frozenset(read)
+
+
 class Workspace:
     """Every byte that a step writes besides the pool: buffers, rotary tables, plan, partial results, scratch.
 
     Buffers of logit rows have as many rows as a step has tokens, but the logits themselves only `logit_chunk`: the
-    vocabulary product and sampling go through the rows in chunks.
+    vocabulary product and sampling go through the rows in chunks. `rounded`: a bfloat16 copy beside each buffer that
+    dot products read (`rounded_inputs`).
     """
 
-    def __init__(self, program: Program, limits: BackendLimits, num_threads: int) -> None:
+    def __init__(self, program: Program, limits: BackendLimits, num_threads: int, rounded: frozenset[str]) -> None:
         config, layout = program.config, Layout()
         self.max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.logit_chunk = min(self.max_rows, limits.max_num_seqs)
@@ -92,6 +115,11 @@ class Workspace:
         for buffer in program.buffers:
             rows = self.logit_chunk if buffer.name in logits else self.max_rows
             offsets[buffer.name] = layout.reserve(rows * self.strides[buffer.name])
+        copies = {
+            buffer.name: layout.reserve(self.max_rows * rounded_bytes(buffer.width))
+            for buffer in program.buffers
+            if buffer.name in rounded
+        }
         ropes = list(dict.fromkeys(op.rope for op in program.ops if isinstance(op, RopeKvWrite)))
         table_bytes = [limits.max_model_len * rope.rotary_dim // 2 * 4 for rope in ropes]
         rope_offsets = [(layout.reserve(size), layout.reserve(size)) for size in table_bytes]
@@ -103,7 +131,7 @@ class Workspace:
         self.scratch_bytes = round_up(scratch_bytes(group, head_width), 64)
         self.sampling_floats = scratch_floats(config.vocab_size)
         widest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
-        self.rounded_bytes = ROUNDED_ROWS * round_up(widest, 32) * 2
+        self.rounding_bytes = ROUNDED_ROWS * rounded_bytes(widest)
         max_units = self.max_rows * config.num_kv_heads + divided_tiles * max_splits
         parts = [
             layout.reserve(size)
@@ -113,14 +141,15 @@ class Workspace:
                 divided_tiles * 8,
                 num_threads * self.scratch_bytes,
                 num_threads * self.sampling_floats * 4,
-                num_threads * self.rounded_bytes,
+                num_threads * self.rounding_bytes,
             )
         ]
         self.memory: Bytes = map_bytes(layout.size, "the workspace", "lower max_num_batched_tokens or max_num_seqs")
         start = self.memory.ctypes.data
         self.addresses = {name: start + offset for name, offset in offsets.items()}
+        self.rounded = {name: start + offset for name, offset in copies.items()}
         self.units, self.partials, self.arrivals, *scratch = (start + part for part in parts)
-        self.scratch, self.sampling_scratch, self.rounded = scratch
+        self.scratch, self.sampling_scratch, self.rounding = scratch
         self.ropes: dict[Rope, tuple[int, int]] = {}
         for rope, size, (cos, sin) in zip(ropes, table_bytes, rope_offsets, strict=True):
             for offset, values in zip((cos, sin), rope.tables(limits.max_model_len), strict=True):
@@ -185,7 +214,8 @@ class OperationTable:
     def _output(self, buffer: Buffer) -> Words:
         address, stride = self._workspace.addresses[buffer.name], self._workspace.strides[buffer.name]
         kind = t.TOKEN_ROWS if buffer.rows == "tokens" else t.LOGIT_ROWS
-        return {t.OUT: address, t.OUT_STRIDE: stride, t.WIDTH: buffer.width, t.ROWS_KIND: kind}
+        words = {t.OUT: address, t.OUT_STRIDE: stride, t.WIDTH: buffer.width, t.ROWS_KIND: kind}
+        return words | {t.ROUNDED_OUT: self._workspace.rounded.get(buffer.name, 0)}
 
     def _layer(self, layer: int) -> Words:
         return {t.K_OFFSET: self._pool.key_offset(layer), t.V_OFFSET: self._pool.value_offset(layer)}
@@ -199,17 +229,19 @@ class OperationTable:
             t.PANELS: panels,
             t.PANEL_BYTES: packing.panel_bytes(weight_format, weight.cols),
             t.K: round_up(weight.cols, 2) if weight_format == BFLOAT16 else weight.cols,
-            t.UNIT_PANELS: self._unit_panels(panels, weight.cols),
+            t.UNIT_PANELS: self._unit_panels(panels, packing.panel_bytes(weight_format, weight.cols)),
         }
 
-    def _unit_panels(self, panels: int, cols: int) -> int:
+    def _unit_panels(self, panels: int, panel_bytes: int) -> int:
         """Panels of a unit: as many as L2 holds, but enough units that the threads finish together."""
-        in_cache = max(1, UNIT_WEIGHT_BYTES // (64 * cols))
+        in_cache = max(1, UNIT_WEIGHT_BYTES // panel_bytes)
         units = max(1, round(panels / in_cache / self._num_threads)) * self._num_threads
         return max(1, math.ceil(panels / max(units, 2 * self._num_threads)))
 
     def _product(self, op: Linear | Logits) -> Words:
         words = self._matrix(op.weight, self._product_format) | self._input(op.x) | self._output(op.out)
+        if op.x.name in self._workspace.rounded:
+            words |= {t.X: self._workspace.rounded[op.x.name], t.X_STRIDE: rounded_bytes(op.x.width), t.X_ROUNDED: 1}
         return {t.OPCODE: t.LINEAR} | words
 
     def _linear(self, op: Linear) -> Words:

@@ -125,6 +125,29 @@ def test_a_nan_fails_its_sequence_alone(dtype: str, closing: list[CpuBackend]) -
     np.testing.assert_array_equal(again.logits, expected.logits[[2, 0]])
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_dot_products_round_activations_and_nothing_else(
+    name: str, closing: list[CpuBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated where the processor has no such instruction: near the same weights with float32 activations."""
+    program = tiny_program(SHAPES[name])
+    pieces = [
+        Piece(tokens_of(seed, count, program), 0, [2 * seed, 2 * seed + 1]) for seed, count in enumerate((1, 5, 23))
+    ]
+    results = []
+    for has_dot in (False, True):
+        monkeypatch.setattr("kvpool.model.cpu_backend.host_has_dot", lambda has_dot=has_dot: has_dot)
+        backend = CpuBackend(program, RandomCheckpoint(program), limits(16), dtype="bfloat16", threads=2)
+        closing.append(backend)
+        backend.allocate_pool(6)
+        poison(backend, 6)
+        results.append(run_step(backend, pieces, 16, every_row=True).logits)
+    plain, dot = results
+    assert np.isfinite(dot).all()
+    assert not np.array_equal(dot, plain)
+    assert np.abs(dot - plain).mean() < 0.02 * np.abs(plain).mean() + 0.01
+
+
 def test_blocks_go_out_and_come_back(closing: list[CpuBackend]) -> None:
     backend = one_layer()
     closing.append(backend)
