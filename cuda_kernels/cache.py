@@ -22,11 +22,19 @@ Parameters = ParamSpec("Parameters")
 _folders: list[Path] = []
 
 
-def use_folder(folder: Path | None) -> None:
-    """Keep compiled kernels in `folder` (created with mode 0700) from now on; None: in memory only."""
+def use_folder(folder: Path | None) -> str:
+    """Keep compiled kernels in `folder` (created with mode 0700) from now on; None: in memory only.
+
+    Returns "", or why the folder cannot be used: then kernels stay in memory, and the next start compiles them again.
+    """
+    _folders.clear()
     if folder is not None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _folders[:] = [] if folder is None else [folder]
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            return f"{folder} cannot be used: {error.strerror}"
+        _folders.append(folder)
+    return ""
 
 
 def kernel_factory(factory: Callable[Parameters, Kernel]) -> Callable[Parameters, Kernel]:

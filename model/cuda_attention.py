@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..cuda_kernels import paged_decode, paged_float32, paged_prefill, tiles
-from ..cuda_kernels.compiler import Kernel
 from ..cuda_kernels.kv_formats import KV_FORMATS
 from ..cuda_kernels.layout import SPLIT_TOKENS, AttentionShape
 from .backend import BackendLimits
 from .batch import StepBatch
-from .cuda_device import CudaDevice
+from .cuda_device import CudaDevice, KernelMaker
 from .cuda_staging import Mirror
 
 Int32 = NDArray[np.int32]
@@ -97,14 +97,14 @@ class Attention:
     def _rows_per_tile(self, columns: int) -> int:
         return paged_decode.rows_per_tile(self.shape, columns)
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[KernelMaker]:
         """Everything that `launch` may launch."""
         if self._float32:
-            return [paged_float32.paged_float32(self.shape)]
+            return [partial(paged_float32.paged_float32, self.shape)]
         columns = {paged_decode.min_columns(self.shape), paged_decode.max_columns(self.shape)}
-        found = [paged_decode.paged_decode(self.shape, self._out, n) for n in sorted(columns)]
-        found.append(paged_decode.combine(self.shape, self._out))
-        return [*found, paged_prefill.paged_prefill(self.shape, self._out)] if self._fast else found
+        found = [partial(paged_decode.paged_decode, self.shape, self._out, n) for n in sorted(columns)]
+        found.append(partial(paged_decode.combine, self.shape, self._out))
+        return [*found, partial(paged_prefill.paged_prefill, self.shape, self._out)] if self._fast else [*found]
 
     # -- once a step --------------------------------------------------------------------------------------------------
 

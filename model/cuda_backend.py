@@ -75,8 +75,8 @@ class CudaBackend:
         config = program.config
         check_shapes(config)
         element, packing, kv = _formats(dtype, kv_dtype)
-        if kernel_folder is not None:
-            cache.use_folder(kernel_folder)
+        if kernel_folder is not None and (reason := cache.use_folder(kernel_folder)):
+            progress(f"compiling kernels at every start: {reason}", 0.0)
         self._limits, self._config, self._products, self._graphs_wanted = limits, config, products, graphs
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, limits.block_size, kv)
         self._device: CudaDevice = CupyDevice() if device is None else device
@@ -102,10 +102,10 @@ class CudaBackend:
         )
         self._last = next(op for op in program.ops if isinstance(op, Logits))
         self._pool = CudaPool(self._device, shape, config.num_layers)
-        for i, kernel in enumerate(kernels := [*self._program.kernels, block_copy.copy_blocks()]):
-            progress("preparing kernels", i / len(kernels))
-            self._device.prepare(kernel)
-        progress("preparing kernels", 1.0)
+        for i, make in enumerate(makers := [*self._program.kernels, block_copy.copy_blocks]):
+            progress("compiling kernels", i / len(makers))
+            self._device.prepare(make)
+        progress("compiling kernels", 1.0)
         self._graphs: dict[tuple[int, tuple[AttentionPlan, ...]], Work | None] = {}
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._flight: Flight | None = None

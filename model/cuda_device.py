@@ -22,6 +22,7 @@ from ..cuda_kernels.compiler import Kernel
 
 Bytes = NDArray[np.uint8]
 Work = Callable[[], None]
+KernelMaker = Callable[[], Kernel]
 
 
 class CudaDevice(Protocol):
@@ -44,8 +45,8 @@ class CudaDevice(Protocol):
 
     def download(self, target: Bytes, source: int) -> None: ...
 
-    def prepare(self, kernel: Kernel) -> None:
-        """Load a kernel's machine code, so that its first launch does not."""
+    def prepare(self, make: KernelMaker) -> None:
+        """Compile and load a kernel, so that its first launch does not."""
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None: ...
 
@@ -126,7 +127,12 @@ class CupyDevice:
         kind = self._runtime.memcpyDeviceToHost
         self._runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, kind, self._stream.ptr)
 
-    def prepare(self, kernel: Kernel) -> None:
+    def prepare(self, make: KernelMaker) -> None:
+        kernel = make()
+        if id(kernel) not in self._functions:
+            self._load(kernel)
+
+    def _load(self, kernel: Kernel) -> None:
         module = self._cupy.cuda.function.Module()
         module.load(assemble(kernel, self._capability))
         function = module.get_function(kernel.name)
@@ -138,7 +144,7 @@ class CupyDevice:
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None:
         if id(kernel) not in self._functions:
-            self.prepare(kernel)
+            self._load(kernel)
         x, y, z = (*grid, 1, 1)[:3]
         values = pack_arguments(kernel, arguments)
         addresses = values.ctypes.data + 8 * np.arange(len(values), dtype=np.uint64)
@@ -169,12 +175,10 @@ class CupyDevice:
         self._stream.begin_capture(self._runtime.streamCaptureModeThreadLocal)
         try:
             work()
-        except Exception:
-            self._stream.end_capture()
-            raise
-        try:
             graph = self._stream.end_capture()
-        except self._runtime.CUDARuntimeError:
+        except (NotImplementedError, self._runtime.CUDARuntimeError):  # the vendor's products cannot be captured
+            with contextlib.suppress(self._runtime.CUDARuntimeError):
+                self._stream.end_capture()
             return None
         return lambda: graph.launch(self._stream)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -27,7 +28,7 @@ from .backend import BackendLimits
 from .config import ModelConfig
 from .cpu_memory import Layout
 from .cuda_attention import Attention, AttentionBuffers, AttentionPlan
-from .cuda_device import CudaDevice
+from .cuda_device import CudaDevice, KernelMaker
 from .cuda_staging import Mirror
 from .cuda_weights import CudaWeights
 from .program import (
@@ -167,7 +168,8 @@ class CudaProgram:
         self._device, self._arrays, self._results, self._fast = device, arrays, results, fast
         self._vocab_size = program.config.vocab_size
         self._pool = PoolView(0, 0, 0, 0)
-        self.kernels: list[Kernel] = [*attention.kernels(), sampling.sample(), *self._product_kernels()]
+        self._noted: dict[int, Kernel] = {}
+        self.kernels: list[KernelMaker] = [*attention.kernels(), sampling.sample, *self._product_kernels()]
         self.body: list[Launch] = []
         self.tail: list[Launch] = []
         for op in program.ops:
@@ -178,18 +180,20 @@ class CudaProgram:
     def use_pool(self, pool: PoolView) -> None:
         self._pool = pool
 
-    def _product_kernels(self) -> list[Kernel]:
-        if self._weights.element == "float32":
-            return [float32_matmul.float32_matmul()]
+    def _product_kernels(self) -> list[KernelMaker]:
+        element, packing = self._weights.element, self._weights.packing
+        if element == "float32":
+            return [float32_matmul.float32_matmul]
         shapes = [skinny_matmul.tile(rows) for rows in (8, 16, 32, 64)]
-        if self._weights.packing:
-            packing, element = self._weights.packing, self._weights.element
-            return [quantised_matmul.quantised_matmul(packing, element, columns) for _, columns in shapes]
-        return [skinny_matmul.skinny_matmul(self._weights.element, *shape) for shape in shapes]
+        if packing:
+            return [partial(quantised_matmul.quantised_matmul, packing, element, columns) for _, columns in shapes]
+        return [partial(skinny_matmul.skinny_matmul, element, *shape) for shape in shapes]
 
     def _kernel(self, kernel: Kernel) -> Kernel:
-        if kernel not in self.kernels:
-            self.kernels.append(kernel)
+        """Note a kernel that every step launches."""
+        if id(kernel) not in self._noted:
+            self._noted[id(kernel)] = kernel
+            self.kernels.append(lambda: kernel)
         return kernel
 
     def _at(self, buffer: Buffer) -> int:

@@ -49,4 +49,8 @@ def test_a_folder_that_cannot_be_written_only_costs_time(tmp_path: Path) -> None
     (tmp_path / "gone").rmdir()
     calls: list[str] = []
     assert cache.kernel_factory(lambda: made(calls))().name == "name"
+    (tmp_path / "file").write_text("")
+    assert "cannot be used" in cache.use_folder(tmp_path / "file" / "kernels")
+    assert cache.kernel_factory(lambda: made(calls))().name == "name"
+    assert calls == ["compiled", "compiled"]
     cache.use_folder(before[0] if before else None)
