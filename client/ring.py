@@ -22,7 +22,7 @@ for the other: a full ring is said to the writer's caller, an empty one to the r
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,10 @@ PLACE = struct.Struct("<QI")  # in the text of a record with LOGITS
 MAX_HANDLE = 2**32 - 1
 
 Float32 = NDArray[np.float32]
+RingBatch = tuple[int, TokenBatch, Float32 | None]
+"""Tokens of one sample with their request's handle, and their logits (tokens, vocab_size) where these are wanted."""
+
+Record = tuple[int, int, int, float, int, int, int, bytes]
 
 
 class RingWriter:
@@ -51,6 +55,32 @@ class RingWriter:
         self._head = 0
         self._published = 0
         self._tail = 0
+
+    def write_step(self, step: Sequence[RingBatch], first: int = 0) -> tuple[int, int]:
+        """Write the tokens of a step as far as there is room, its first batch from token `first` on.
+
+        How many batches are written, and how many tokens of the next one. Raises ProtocolError as `write`.
+        """
+        pack, ring, mask = RECORD.pack_into, self._ring, self._capacity - 1
+        head, room = self._head, self._room()
+        for done, (handle, batch, logits) in enumerate(step):
+            # Nearly always one token and a short text: in few words, because here the time of delivery goes.
+            if len(batch.token_ids) == 1 and logits is None and room:
+                text = batch.texts[0].encode() if batch.texts else b""
+                if len(text) <= TEXT_BYTES:
+                    logprob, flags = (batch.logprobs[0], HAS_LOGPROB) if batch.logprobs else (0.0, 0)
+                    at, token_id = (head & mask) * RECORD_BYTES, batch.token_ids[0]
+                    pack(ring, at, handle, batch.index, token_id, logprob, batch.sample, flags, len(text), text)
+                    head, room = head + 1, room - 1
+                    continue
+            self._head = head
+            first = self.write(handle, batch, first, logits)
+            head, room = self._head, self._room()
+            if first < len(batch.token_ids):
+                return done, first
+            first = 0
+        self._head = head
+        return len(step), 0
 
     def write(self, handle: int, batch: TokenBatch, first: int = 0, logits: Float32 | None = None) -> int:
         """Write the batch's tokens from `first` on, as far as there is room; how many of the batch are written now.
@@ -116,18 +146,30 @@ class RingReader:
         if head == tail:
             return []
         check_cursor("ring_head", head, tail, tail + self._capacity)
-        tokens = [token for token in map(self._token, self._records(tail, head)) if token is not None]
+        tokens: list[tuple[int, TokenEvent]] = []
+        try:
+            for record in self._records(tail, head):
+                handle, index, token_id, logprob, sample, flags, text_bytes, text = record
+                if flags & ~HAS_LOGPROB or self._text or self._logits is not None:
+                    self._take_unusual(record, tokens)
+                elif text_bytes > TEXT_BYTES or token_id < 0:
+                    raise ProtocolError("a record cannot be read", field="arena.ring")
+                else:
+                    known = logprob if flags else None
+                    tokens.append((handle, TokenEvent(token_id, text[:text_bytes].decode(), known, index, sample)))
+        except UnicodeDecodeError:
+            raise ProtocolError("a record's text is not UTF-8", field="arena.ring") from None
         self._words[RING_TAIL] = self._tail = head
         return tokens
 
-    def _records(self, tail: int, head: int) -> Iterator[tuple[int, int, int, float, int, int, int, bytes]]:
+    def _records(self, tail: int, head: int) -> Iterator[Record]:
         begin, end = (cursor % self._capacity * RECORD_BYTES for cursor in (tail, head))
         if begin < end:
             return RECORD.iter_unpack(bytes(self._ring[begin:end]))
         return RECORD.iter_unpack(bytes(self._ring[begin:]) + bytes(self._ring[:end]))
 
-    def _token(self, record: tuple[int, int, int, float, int, int, int, bytes]) -> tuple[int, TokenEvent] | None:
-        """The token that the record completes."""
+    def _take_unusual(self, record: Record, tokens: list[tuple[int, TokenEvent]]) -> None:
+        """Of a token that more than one record tells of."""
         handle, index, token_id, logprob, sample, flags, text_bytes, text = record
         if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~(HAS_LOGPROB | TEXT_GOES_ON | LOGITS):
             raise ProtocolError("a record cannot be read", field="arena.ring")
@@ -136,16 +178,10 @@ class RingReader:
             if not num_bytes or num_bytes % 4:
                 raise ProtocolError(f"{num_bytes} bytes are no logits", field="arena.ring")
             self._logits = np.frombuffer(self._bulk.take(cursor, num_bytes), dtype="<f4")
-            return None
-        if flags & TEXT_GOES_ON:
+        elif flags & TEXT_GOES_ON:
             self._text += text[:text_bytes]
-            return None
-        text, self._text = self._text + text[:text_bytes], b""
-        logits, self._logits = self._logits, None
-        try:
-            shown = text.decode()
-        except UnicodeDecodeError:
-            raise ProtocolError("a record's text is not UTF-8", field="arena.ring") from None
-        return handle, TokenEvent(
-            token_id, shown, logprob if flags & HAS_LOGPROB else None, index, sample, None, logits
-        )
+        else:
+            text, self._text = self._text + text[:text_bytes], b""
+            logits, self._logits = self._logits, None
+            known = logprob if flags & HAS_LOGPROB else None
+            tokens.append((handle, TokenEvent(token_id, text.decode(), known, index, sample, None, logits)))

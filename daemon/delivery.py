@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..client.errors import ProtocolError
 from ..client.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
+from ..client.ring import RingBatch
 from .engine import Engine, Output
 from .parcels import LOGITS, Letter, Parcel, RingTokens, RowsParcel, Send, Sent
 from .prompt_rows import Rows
@@ -101,7 +102,7 @@ class Delivery:
 def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session, Parcel]]:
     """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
     events: dict[Session, list[TokenBatch]] = {}
-    rings: dict[Session, list[tuple[int, TokenBatch, NDArray[Any] | None]]] = {}
+    rings: dict[Session, list[RingBatch]] = {}
     logits: dict[tuple[Request, int], NDArray[Any]] = {}  # of tokens that come next, for the ring
     others: list[tuple[Session, Finished | Notice]] = []
     for request, message in outputs:

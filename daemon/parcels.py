@@ -10,11 +10,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..client.protocol import Rows as RowsMessage
-from ..client.protocol import TokenBatch, encode
+from ..client.protocol import encode
+from ..client.ring import RingBatch
 from .prompt_rows import Rows
 from .sessions import Session
 
@@ -84,9 +82,9 @@ class RowsParcel:
 
 
 class RingTokens:
-    """Tokens of one step, for the ring: (handle, tokens, their logits) of each sample."""
+    """Tokens of one step, for the ring."""
 
-    def __init__(self, batches: list[tuple[int, TokenBatch, NDArray[np.float32] | None]]) -> None:
+    def __init__(self, batches: list[RingBatch]) -> None:
         self._batches = batches
         self._first = 0  # token of the first batch that is not written yet
 
@@ -94,13 +92,8 @@ class RingTokens:
         arena, lifeline = session.arena, session.lifeline
         if arena is None or lifeline is None:
             return Sent.GONE
-        ring, done = arena.ring, 0
-        for handle, batch, logits in self._batches:
-            self._first = ring.write(handle, batch, self._first, logits)
-            if self._first < len(batch.token_ids):
-                break
-            done, self._first = done + 1, 0
+        done, self._first = arena.ring.write_step(self._batches, self._first)
         del self._batches[:done]
-        if ring.publish():
+        if arena.ring.publish():
             lifeline.ring()
         return Sent.FULL if self._batches else Sent.YES

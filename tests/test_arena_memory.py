@@ -180,6 +180,18 @@ class RingMachine(RuleBasedStateMachine):
         assert count == len(items) or sum(needed[: count + 1]) > free  # it stops only where the next has no room
         assert sum(needed[:count]) <= free
 
+    @rule(items=tokens, handle=st.integers(0, 9))
+    def write_step(self, items: list[tuple[int, str, float]], handle: int) -> None:
+        """A step: one token of each of several samples."""
+        step = [(handle, batch([item], index), None) for index, item in enumerate(items)]
+        free = SMALL.ring_records - self.records()
+        count, rest = self.writer.write_step(step)
+        assert rest == 0
+        for index, (token_id, text, logprob) in enumerate(items[:count]):
+            self.written.append((handle, TokenEvent(token_id, text, logprob, index, 0)))
+        needed = [max(1, -(-len(text.encode()) // TEXT_BYTES)) for _, text, _ in items]
+        assert count == len(items) or sum(needed[: count + 1]) > free
+
     @rule()
     def publish(self) -> None:
         assert self.writer.publish() is bool(self.written)
