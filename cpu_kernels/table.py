@@ -58,16 +58,18 @@ SILU, GELU_TANH = 0, 1
     OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
     SCRATCH, SCRATCH_BYTES,  # per thread
     ROUNDED, ROUNDED_BYTES,  # per thread: rows of x rounded to bfloat16
-    NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS,
-    TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, MAX_BLOCKS, LOGIT_ROW_INDEX,
-    LOGITS_OUT,              # where raw logits are copied, 0: nowhere
     POOL, BLOCK_SIZE, BLOCK_BYTES, KV_FORMAT,
     KEY_BYTES, VALUE_BYTES,  # K and V of one head in one block
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_WIDTH,  # HEAD_WIDTH: HEAD_DIM filled up to whole panels
     UNITS, NUM_UNITS,        # the attention plan of this step
     PARTIALS, PARTIAL_BYTES, ARRIVALS,
     VOCAB_SIZE, SAMPLING_SCRATCH, SAMPLING_FLOATS,  # per thread: float32 of scratch
+    # From here on the words of one step, which are written together:
+    NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS,
+    TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, LOGIT_ROW_INDEX,
+    MAX_BLOCKS,              # columns of the block tables
     TOP_WIDTH,               # columns of the top lists
+    LOGITS_OUT,              # where raw logits are copied, 0: nowhere
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
 ) = range(47)
 # fmt: on

@@ -19,7 +19,7 @@ from ..cpu_kernels.sampling import SampledArrays, SamplingArrays
 from ..cpu_kernels.selfcheck import dot_agrees
 from ..cpu_kernels.team import Team
 from .backend import BackendLimits, Progress
-from .batch import StepBatch, StepResult
+from .batch import Float32, StepBatch, StepResult
 from .cache import cache_directory
 from .cpu_memory import Bytes, map_bytes
 from .cpu_program import OperationTable, PoolLayout, Workspace, rounded_inputs
@@ -32,6 +32,23 @@ KV_LAYOUT_VERSION = 1
 """Goes up with every change of a block's layout or of a kernel's arithmetic: stored blocks are computed anew then."""
 
 FORMATS = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16}
+
+
+_STEP_ARRAYS = (  # in the order of their words in the state
+    ("tokens", np.int32),
+    ("positions", np.int32),
+    ("slot_mapping", np.int64),
+    ("query_start", np.int32),
+    ("seq_lens", np.int32),
+    ("block_tables", np.int32),
+    ("logit_rows", np.int32),
+)
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Like `array.ctypes.data`, which takes a microsecond more."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _quiet(what: str, share: float) -> None:
@@ -187,7 +204,6 @@ class CpuBackend:
             raise ValueError(f"a step of {len(batch.tokens)} tokens exceeds max_num_batched_tokens")
         if len(batch.seq_lens) > self._limits.max_num_seqs:
             raise ValueError(f"a step of {len(batch.seq_lens)} sequences exceeds max_num_seqs")
-        sampling = SamplingArrays(*(np.ascontiguousarray(getattr(batch.sampling, f)) for f in SamplingArrays._fields))
         width = max(0, int(batch.sampling.num_logprobs.max(initial=0)))
         sampled = SampledArrays(
             np.empty(num_rows, dtype=np.int32),
@@ -197,30 +213,22 @@ class CpuBackend:
             np.empty(num_rows, dtype=np.bool_),
         )
         logits = np.empty((num_rows, self._config.vocab_size), dtype=np.float32) if batch.want_logits else None
-        state = self._state
-        state[t.NUM_TOKENS], state[t.NUM_SEQUENCES] = len(batch.tokens), len(batch.seq_lens)
-        state[t.NUM_LOGIT_ROWS], state[t.TOP_WIDTH] = num_rows, width
-        state[t.LOGITS_OUT] = logits.ctypes.data if logits is not None else 0
-        steps: list[tuple[int, NDArray[Any]]] = [
-            (t.TOKENS, np.ascontiguousarray(batch.tokens, dtype=np.int32)),
-            (t.POSITIONS, np.ascontiguousarray(batch.positions, dtype=np.int32)),
-            (t.SLOT_MAPPING, np.ascontiguousarray(batch.slot_mapping, dtype=np.int64)),
-            (t.QUERY_START, np.ascontiguousarray(batch.query_start, dtype=np.int32)),
-            (t.SEQ_LENS, np.ascontiguousarray(batch.seq_lens, dtype=np.int32)),
-            (t.BLOCK_TABLES, np.ascontiguousarray(batch.block_tables, dtype=np.int32)),
-            (t.LOGIT_ROW_INDEX, np.ascontiguousarray(batch.logit_rows, dtype=np.int32)),
-        ]
-        for index, array in steps:
-            state[index] = array.ctypes.data
-        state[t.MAX_BLOCKS] = batch.block_tables.shape[1]
-        parts: list[NDArray[Any]] = [*sampling, *sampled]
-        for number, array in enumerate(parts):
-            state[t.SAMPLING + 2 * number] = array.ctypes.data
-            state[t.SAMPLING + 2 * number + 1] = array.size
-        self._kept = (steps, sampling, sampled, logits)
+        self._write_step(batch, sampled, logits)
         self._batch, self._sampled, self._logits = batch, sampled, logits
         self._launched_s = time.perf_counter()
         self._team.launch()
+
+    def _write_step(self, batch: StepBatch, sampled: SampledArrays, logits: Float32 | None) -> None:
+        """Write the words of one step, in the order of `cpu_kernels.table`, and keep alive what they point to."""
+        inputs = [np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _STEP_ARRAYS]
+        sampling = [np.ascontiguousarray(getattr(batch.sampling, name)) for name in SamplingArrays._fields]
+        words = [len(batch.tokens), len(batch.seq_lens), len(batch.logit_rows)]
+        words += [_address(array) for array in inputs]
+        words += [batch.block_tables.shape[1], sampled.top_tokens.shape[1], 0 if logits is None else _address(logits)]
+        for array in (*sampling, *sampled):
+            words += (_address(array), array.size)
+        self._state[t.NUM_TOKENS : t.NUM_TOKENS + len(words)] = words
+        self._kept = (inputs, sampling)
 
     def fileno(self) -> int:
         return self._team.fileno()
@@ -237,7 +245,9 @@ class CpuBackend:
         return StepResult(*self._sampled, compute_s=compute_s, logits=self._logits, hidden=hidden)
 
     def close(self) -> None:
-        self._team.close()
+        self._team.close()  # first: no thread may look at what goes away now
+        self._pool = np.zeros(0, dtype=np.uint8)
+        self._weights.memory = self._workspace.memory = self._pool
 
     def __del__(self) -> None:
         """Threads must not outlive the memory that they write, also where nobody called `close` in the middle of a
