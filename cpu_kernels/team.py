@@ -37,6 +37,11 @@ class Team:
         for thread in self._threads:
             thread.start()
 
+    def prepare(self) -> None:
+        """Close the books of the last step, before the state is changed for the next: a thread that has not left it
+        yet must find nothing to claim, whatever numbers of rows it reads."""
+        self._progress[:] = (int(self._state[t.GENERATION]) + 1) << t.GENERATION_SHIFT
+
     def launch(self) -> None:
         """Start the step that the state describes. Raises RuntimeError if a thread failed before."""
         self._check()

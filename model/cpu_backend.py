@@ -213,6 +213,7 @@ class CpuBackend:
             np.empty(num_rows, dtype=np.bool_),
         )
         logits = np.empty((num_rows, self._config.vocab_size), dtype=np.float32) if batch.want_logits else None
+        self._team.prepare()
         self._write_step(batch, sampled, logits)
         self._batch, self._sampled, self._logits = batch, sampled, logits
         self._launched_s = time.perf_counter()
