@@ -293,7 +293,7 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4,
         keys, 0, 8, 0, 0, 1, 0, 1, head_dim, (head_dim + 1) & -2 if is_bf16 else head_dim,
-        64 if block_size & 15 else block_size * 4, scores + first * 64, SPLIT * 4, 0, 0, values, 8, 0, 0, 0,
+        64 if block_size & 15 else block_size * 4, 0, 0, scores + first * 64, SPLIT * 4, 0, 0, values, 8, 0, 0, 0, 0,
     )  # fmt: skip
     maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
     for r in range(rows):
@@ -305,7 +305,7 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, head_width >> 4, scores + first * 64, SPLIT * 4,
         values, 8, 0, 64, 0, 1, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
-        partial, head_width * 4, 0, 0, following or values, 0, 8, 0, 512 if is_bf16 else 1024,
+        0, 0, partial, head_width * 4, 0, 0, following or values, 0, 8, 0, 512 if is_bf16 else 1024, 0,
     )  # fmt: skip
 
 

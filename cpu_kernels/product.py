@@ -29,6 +29,8 @@ def product(
     k: int,
     last_k: int,
     step_stride: int,
+    totals: int,
+    totals_stride: int,
     out: int,
     out_stride: int,
     bias: int,
@@ -38,11 +40,13 @@ def product(
     ahead_segment_step: int,
     ahead_offset: int,
     ahead_forward: int,
+    ahead_span: int,
 ) -> None:
     """out (rows, 16 panels) (+)= x (rows, k) times panels, with `tiles` from `tile_table` and the arguments of a tile.
 
     Rows are cut evenly (7 = 4 + 3, not 5 + 2), because a tile with few rows is slow. Where there is more than one cut,
-    all rows pass one panel before the next, which arrives from memory meanwhile: each tile asks for its share.
+    all rows pass one panel before the next, which arrives from memory meanwhile: each tile asks for its share of the
+    `ahead_span` bytes that will be read.
     """
     formats = tiles + weight_format * FORMAT_BYTES
     cuts = (rows + load_i64(formats) - 1) // load_i64(formats)
@@ -54,7 +58,7 @@ def product(
             entry = formats + height * ROW_BYTES + min(width, TABLE_SHAPE[2] - 1) * 16
             width = load_i64(entry + 8)  # the first tile is the tallest; lower ones exist at its width
             groups = (panels - panel) // width if cuts == 1 else 1
-            share = width * ahead_forward + index * width * ahead_forward // cuts if cuts > 1 else 0
+            share = width * ahead_forward + index * width * ahead_span // cuts if cuts > 1 else 0
             arguments = (
                 x + row * x_stride,
                 x_stride,
@@ -70,6 +74,8 @@ def product(
                 k,
                 last_k,
                 step_stride,
+                totals + row * totals_stride + panel * 64 if totals else 0,
+                totals_stride,
                 out + row * out_stride + panel * 64,
                 out_stride,
                 bias + panel * 64 if bias else 0,

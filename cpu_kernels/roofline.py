@@ -20,7 +20,7 @@ from .vectors import FLOATS, LANES, float_constant, multiply_add
 # Independent chains of 16 lanes: enough to hide the latency of every processor, few enough for 16 registers of 8.
 CHAINS = 6
 READS = 4
-WINDOW = 1 << 23  # bytes of one run
+WINDOW = 1 << 25  # bytes of one run
 
 Function = Callable[[int, int], None]
 
@@ -78,8 +78,8 @@ class Roofline:
 
     def flops(self) -> float:
         """float32 operations per second (a multiply-add is two)."""
-        count = 200_000
-        return self._rate(self._peak, [0] * 100, count, 2.0 * LANES * CHAINS * count)
+        count = 1_000_000
+        return self._rate(self._peak, [0] * 50, count, 2.0 * LANES * CHAINS * count)
 
     def read_bytes(self) -> float:
         """Bytes per second read from memory: window after window of a buffer that no cache holds."""

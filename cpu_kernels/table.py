@@ -57,7 +57,8 @@ SILU, GELU_TANH = 0, 1
     FUNCTIONS, TILES,        # addresses: of the operations' functions by opcode; the table of `tile.tile_table`
     OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
     SCRATCH, SCRATCH_BYTES,  # per thread
-    ROUNDED, ROUNDED_BYTES,  # per thread: rows of x rounded to bfloat16
+    LINEAR_SCRATCH, LINEAR_BYTES,  # per thread: rows of x rounded to bfloat16,
+    TOTALS_OFFSET,           # and from here on totals of a product
     POOL, BLOCK_SIZE, BLOCK_BYTES, KV_FORMAT,
     KEY_BYTES, VALUE_BYTES,  # K and V of one head in one block
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_WIDTH,  # HEAD_WIDTH: HEAD_DIM filled up to whole panels
@@ -71,7 +72,7 @@ SILU, GELU_TANH = 0, 1
     TOP_WIDTH,               # columns of the top lists
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(47)
+) = range(48)
 # fmt: on
 STATE_WORDS = 96
 

@@ -6,9 +6,9 @@ Written as LLVM IR because the point is which values live in registers. An outpu
 k in order, whatever the tile: results do not depend on how many rows or panels share it. Weights, K blocks and V blocks
 are all panels, so the matrix product and both products of attention are this one function.
 
-The k are divided into `blocks`, each a chain from zero whose result is added to the total: rounding errors of a chain
-grow with its length. A block's k come in `segments` (a V panel continues in the next block of the pool). Panel p of
-segment g of block b starts at
+The k are divided into `blocks`, each a chain from zero whose result is added to the total, because rounding errors of a
+chain grow with its length. Totals start at zero, or at `totals` where a call before this one left them. A block's k
+come in `segments` (a V panel continues in the next block of the pool). Panel p of segment g of block b starts at
     table[g * segment_step + p * panel_step] + panel_offset + p * panel_stride + b * block_stride           (bytes)
 and its next step lies `step_stride` bytes on. One step is one k of 16 float32, or two k (even in the low half) of 16
 bfloat16 pairs (see `steps`). Every segment has `k` elements but the very last, which has `last_k`; x runs on through
@@ -37,7 +37,8 @@ from .vectors import FLOATS, float_constant
 
 ARGUMENTS = (
     "x", "x_stride", "groups", "table", "segment_step", "panel_step", "panel_stride", "panel_offset",
-    "blocks", "block_stride", "segments", "k", "last_k", "step_stride", "out", "out_stride", "bias", "accumulate",
+    "blocks", "block_stride", "segments", "k", "last_k", "step_stride", "totals", "totals_stride",
+    "out", "out_stride", "bias", "accumulate",
     "ahead_table", "ahead_step", "ahead_segment_step", "ahead_offset", "ahead_forward", "ahead_stride",
 )  # fmt: skip
 
@@ -72,14 +73,33 @@ class _TileEmitter:
             offset = builder.add(a["panel_offset"], builder.mul(panel, a["panel_stride"]))
             ahead_table = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
             ahead = builder.add(a["ahead_offset"], builder.mul(panel, a["ahead_forward"]))
-            totals = self.blocks((table, ahead_table), offset, ahead, zeros)
-            self.write(self.nested(totals), builder.mul(panel, INT64(64)))
+            column = builder.mul(panel, INT64(64))
+            totals = self.blocks((table, ahead_table), offset, ahead, zeros, self.start(zeros, column))
+            self.write(self.nested(totals), column)
             return []
 
         loop(builder, a["groups"], [], group)
         builder.ret_void()
 
-    def blocks(self, tables: tuple[Any, Any], offset: Any, ahead: Any, zeros: Values) -> Values:
+    def places(self, base: Any, stride: Any, column: Any) -> Values:
+        """Pointers to the group's vectors, row by row; `column` is the group's offset in bytes."""
+        builder = self.builder
+        start = builder.inttoptr(builder.add(base, column), POINTER)
+        rows = [self.offset(start, builder.mul(stride, INT64(r))) for r in range(self.rows)]
+        return [self.offset(row, INT64(64 * p)) for row in rows for p in range(self.width)]
+
+    def start(self, zeros: Values, column: Any) -> Values:
+        """The totals before the first block."""
+        builder, a = self.builder, self.arguments
+
+        def load(index: Any, current: Sequence[Any]) -> Values:
+            places = self.places(a["totals"], a["totals_stride"], column)
+            return [builder.load(place, align=4, typ=FLOATS) for place in places]
+
+        given = builder.zext(builder.icmp_signed("!=", a["totals"], INT64(0)), INT64)
+        return loop(builder, given, zeros, load)
+
+    def blocks(self, tables: tuple[Any, Any], offset: Any, ahead: Any, zeros: Values, totals: Values) -> Values:
         """The totals of one group."""
         builder, a = self.builder, self.arguments
 
@@ -90,7 +110,7 @@ class _TileEmitter:
             totals = [builder.fadd(total, value) for total, value in zip(totals, sums, strict=True)]
             return [x_offset, ahead, builder.add(start, a["block_stride"]), *totals]
 
-        return loop(builder, a["blocks"], [INT64(0), ahead, offset, *zeros], block)[3:]
+        return loop(builder, a["blocks"], [INT64(0), ahead, offset, *totals], block)[3:]
 
     def segments(self, last_block: Any, tables: tuple[Any, Any], start: Any, ahead: Any, carried: Values) -> Values:
         """One chain through the segments of a block: x offset, offset ahead after the last, and the sums."""
@@ -147,17 +167,9 @@ class _TileEmitter:
         return [*carried[:2], *carried[3:]]
 
     def write(self, sums: list[Values], column: Any) -> None:
-        """Add bias and what is there, where asked to, and store; `column` is the group's offset in `out`."""
+        """Add bias and what is there, where asked to, and store; `column` is the group's offset in bytes."""
         builder, a = self.builder, self.arguments
-        out = builder.inttoptr(builder.add(a["out"], column), POINTER)
-        addresses = [
-            [
-                self.offset(out, builder.add(builder.mul(a["out_stride"], INT64(r)), INT64(64 * p)))
-                for p in range(self.width)
-            ]
-            for r in range(self.rows)
-        ]
-        flat = [value for row in sums for value in row]
+        places = self.places(a["out"], a["out_stride"], column)
 
         def add_bias(index: Any, current: Sequence[Any]) -> Values:
             bias = builder.inttoptr(builder.add(a["bias"], column), POINTER)
@@ -165,16 +177,13 @@ class _TileEmitter:
             return [builder.fadd(value, lanes[i % self.width]) for i, value in enumerate(current)]
 
         def add_existing(index: Any, current: Sequence[Any]) -> Values:
-            places = [address for row in addresses for address in row]
-            return [
-                builder.fadd(value, builder.load(place, align=4, typ=FLOATS))
-                for value, place in zip(current, places, strict=True)
-            ]
+            existing = [builder.load(place, align=4, typ=FLOATS) for place in places]
+            return [builder.fadd(value, there) for value, there in zip(current, existing, strict=True)]
 
         has_bias = builder.zext(builder.icmp_signed("!=", a["bias"], INT64(0)), INT64)
-        flat = loop(builder, has_bias, flat, add_bias)
+        flat = loop(builder, has_bias, [value for row in sums for value in row], add_bias)
         flat = loop(builder, a["accumulate"], flat, add_existing)
-        for value, place in zip(flat, (address for row in addresses for address in row), strict=True):
+        for value, place in zip(flat, places, strict=True):
             builder.store(value, place, align=4)
 
 

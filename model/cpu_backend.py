@@ -118,8 +118,9 @@ class CpuBackend:
         words = {
             t.FUNCTIONS: kernels.functions.ctypes.data,
             t.TILES: kernels.tiles.ctypes.data,
-            t.ROUNDED: workspace.rounding,
-            t.ROUNDED_BYTES: workspace.rounding_bytes,
+            t.LINEAR_SCRATCH: workspace.linear_scratch,
+            t.LINEAR_BYTES: workspace.linear_bytes,
+            t.TOTALS_OFFSET: workspace.totals_offset,
             t.OPS: self._operations.ctypes.data,
             t.NUM_OPS: len(self._operations),
             t.SCRATCH: workspace.scratch,

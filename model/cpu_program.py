@@ -12,7 +12,7 @@ from ..cpu_kernels import packing
 from ..cpu_kernels import table as t
 from ..cpu_kernels.attention import partial_bytes, scratch_bytes
 from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT
-from ..cpu_kernels.linear import ROUNDED_ROWS
+from ..cpu_kernels.linear import BLOCK_ROWS, STRETCH
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.plan import SPLIT, UNIT_BYTES
 from ..cpu_kernels.sampling import scratch_floats
@@ -38,6 +38,7 @@ from .program import (
 
 KINDS = {"silu": t.SILU, "gelu_tanh": t.GELU_TANH}
 EVERY_ROW = 1 << 40
+MAX_UNIT_PANELS = 32
 UNIT_WEIGHT_BYTES = 256 * 1024  # weights that one unit reads: they stay in a core's L2 while the rows pass
 
 Words = dict[int, int]
@@ -75,6 +76,11 @@ class PoolLayout:
         return self.key_offset(layer) + self.key_bytes
 
 
+def row_stride(width: int) -> int:
+    """Bytes between rows: an odd number of cache lines, so that a column's values do not compete for the same sets."""
+    return ((width + 15) // 16 | 1) * 64
+
+
 def rounded_bytes(columns: int) -> int:
     """Bytes of a row rounded to bfloat16: see `cpu_kernels.rounding`."""
     return round_up(columns, 32) * 2
@@ -110,7 +116,7 @@ class Workspace:
         self.max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.logit_chunk = min(self.max_rows, limits.max_num_seqs)
         logits = {op.out.name for op in program.ops if isinstance(op, Logits)}
-        self.strides = {buffer.name: round_up(buffer.width, 16) * 4 for buffer in program.buffers}
+        self.strides = {buffer.name: row_stride(buffer.width) for buffer in program.buffers}
         offsets = {}
         for buffer in program.buffers:
             rows = self.logit_chunk if buffer.name in logits else self.max_rows
@@ -130,8 +136,9 @@ class Workspace:
         self.partial_bytes = partial_bytes(group, head_width)
         self.scratch_bytes = round_up(scratch_bytes(group, head_width), 64)
         self.sampling_floats = scratch_floats(config.vocab_size)
-        widest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
-        self.rounding_bytes = ROUNDED_ROWS * rounded_bytes(widest)
+        longest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
+        self.totals_offset = BLOCK_ROWS * rounded_bytes(longest)
+        self.linear_bytes = self.totals_offset + BLOCK_ROWS * MAX_UNIT_PANELS * 64
         max_units = self.max_rows * config.num_kv_heads + divided_tiles * max_splits
         parts = [
             layout.reserve(size)
@@ -141,7 +148,7 @@ class Workspace:
                 divided_tiles * 8,
                 num_threads * self.scratch_bytes,
                 num_threads * self.sampling_floats * 4,
-                num_threads * self.rounding_bytes,
+                num_threads * self.linear_bytes,
             )
         ]
         self.memory: Bytes = map_bytes(layout.size, "the workspace", "lower max_num_batched_tokens or max_num_seqs")
@@ -149,7 +156,7 @@ class Workspace:
         self.addresses = {name: start + offset for name, offset in offsets.items()}
         self.rounded = {name: start + offset for name, offset in copies.items()}
         self.units, self.partials, self.arrivals, *scratch = (start + part for part in parts)
-        self.scratch, self.sampling_scratch, self.rounding = scratch
+        self.scratch, self.sampling_scratch, self.linear_scratch = scratch
         self.ropes: dict[Rope, tuple[int, int]] = {}
         for rope, size, (cos, sin) in zip(ropes, table_bytes, rope_offsets, strict=True):
             for offset, values in zip((cos, sin), rope.tables(limits.max_model_len), strict=True):
@@ -229,14 +236,15 @@ class OperationTable:
             t.PANELS: panels,
             t.PANEL_BYTES: packing.panel_bytes(weight_format, weight.cols),
             t.K: round_up(weight.cols, 2) if weight_format == BFLOAT16 else weight.cols,
-            t.UNIT_PANELS: self._unit_panels(panels, packing.panel_bytes(weight_format, weight.cols)),
+            t.UNIT_PANELS: self._unit_panels(panels, packing.panel_bytes(weight_format, weight.cols), weight.cols),
         }
 
-    def _unit_panels(self, panels: int, panel_bytes: int) -> int:
+    def _unit_panels(self, panels: int, panel_bytes: int, cols: int) -> int:
         """Panels of a unit: as many as L2 holds, but enough units that the threads finish together."""
-        in_cache = max(1, UNIT_WEIGHT_BYTES // panel_bytes)
+        stretch_bytes = panel_bytes * min(cols, STRETCH) // cols
+        in_cache = min(MAX_UNIT_PANELS, max(1, UNIT_WEIGHT_BYTES // stretch_bytes))
         units = max(1, round(panels / in_cache / self._num_threads)) * self._num_threads
-        return max(1, math.ceil(panels / max(units, 2 * self._num_threads)))
+        return max(1, min(MAX_UNIT_PANELS, math.ceil(panels / max(units, 2 * self._num_threads))))
 
     def _product(self, op: Linear | Logits) -> Words:
         words = self._matrix(op.weight, self._product_format) | self._input(op.x) | self._output(op.out)

@@ -143,6 +143,21 @@ def test_many_logit_rows_go_through_in_chunks(backend: CpuBackend, request: pyte
     np.testing.assert_array_equal(result.top_tokens[:, 0], result.tokens)
 
 
+@pytest.mark.parametrize("has_dot", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_too_long_for_the_cache(dtype: str, has_dot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products over 2,600 k go in stretches for many rows, and at once for few."""
+    monkeypatch.setattr("kvpool.model.cpu_backend.host_has_dot", lambda: has_dot)
+    program = tiny_program(Shape(num_layers=1, intermediate_size=2600))
+    backend = CpuBackend(program, RandomCheckpoint(program), BackendLimits(16, 64, 700, 700), dtype=dtype, threads=2)
+    backend.allocate_pool(60)
+    whole = run_step(backend, [Piece(TOKENS[:130], 0, list(range(9)))], 16, every_row=True)
+    for start, end in ((0, 1), (1, 4), (4, 100), (100, 130)):
+        piece = Piece(TOKENS[start:end], start, list(range(20, 29)))
+        assert same(run_step(backend, [piece], 16, every_row=True).logits, whole.logits[start:end])
+    backend.close()
+
+
 def test_dot_products_are_exact_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations rounded to bfloat16 (emulated where the processor lacks the instruction): chunks, company, threads.
 
