@@ -8,6 +8,7 @@ import select
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from numpy.typing import NDArray
 
 from kvpool.cpu_kernels import table as t
 from kvpool.cpu_kernels.compiler import cache_key, changed_sources, load_kernels, sources
-from kvpool.cpu_kernels.executor import await_units, claim
+from kvpool.cpu_kernels.executor import await_units, claim, run_step
 from kvpool.cpu_kernels.isa import FLOAT32, host_isa
 from kvpool.cpu_kernels.jit import entry_point
 from kvpool.cpu_kernels.memory import atomic_add
 from kvpool.cpu_kernels.team import Team
+from kvpool.model.backend import BackendLimits
+from kvpool.model.batch import StepBatch
 from kvpool.model.cache import cache_directory
+from kvpool.model.cpu_backend import CpuBackend
+from tests.support import steps
+from tests.support.random_checkpoint import RandomCheckpoint
 
 STEP = 5 << t.GENERATION_SHIFT
 
@@ -43,6 +49,11 @@ def claim_all(counter: int, done: int, base: int, units: int, taken: int, pauses
 @entry_point
 def await_goal(counter: int, goal: int, state: int) -> bool:
     return await_units(counter, goal, state)
+
+
+@entry_point
+def take_part(state: int, generation: int, thread: int) -> bool:
+    return run_step(state, generation, thread)
 
 
 def new_state() -> NDArray[np.int64]:
@@ -82,6 +93,29 @@ def test_waiting_ends_when_a_thread_failed() -> None:
     state, counter = new_state(), np.array([STEP], dtype=np.int64)
     state[t.FAILED] = 1
     assert not await_goal(counter.ctypes.data, STEP + 1, state.ctypes.data)
+
+
+def test_a_thread_still_leaving_a_step_does_nothing_for_the_next_one_while_it_is_written() -> None:
+    """It reads the numbers of rows of a larger step, and must not take the units that its own step did not have."""
+    program = steps.tiny_program(steps.Shape(num_layers=1))
+    limits = BackendLimits(block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
+    backend = CpuBackend(program, RandomCheckpoint(program), limits, dtype="float32", threads=1)
+    backend.allocate_pool(32)
+    steps.run_step(backend, [steps.Piece([1], 0, [0])], 4)
+    write_step, progress = backend._write_step, backend._team._progress
+
+    def write_and_be_late(batch: StepBatch, *arrays: Any) -> None:
+        write_step(batch, *arrays)
+        before = progress.copy()
+        state = backend._state
+        assert take_part(state.ctypes.data, int(state[t.GENERATION]), 0)
+        late.append(np.array_equal(progress, before))
+
+    late: list[bool] = []
+    backend._write_step = write_and_be_late  # type: ignore[method-assign]
+    steps.run_step(backend, [steps.Piece(list(range(60)), 0, list(range(1, 17)))], 4)
+    backend.close()
+    assert late == [True]
 
 
 def idle(state: int, thread: int, wake: int, mailbox: int) -> None:
