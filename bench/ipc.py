@@ -50,7 +50,7 @@ from kvpool.client.protocol import (
     decode_client_message,
     unpack_token_ids,
 )
-from kvpool.client.regions import BulkReader, BulkWriter
+from kvpool.client.regions import BulkReader, BulkWriter, Teller
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.client.stream import Stream
 from kvpool.daemon.arenas import layout_for
@@ -338,7 +338,7 @@ def copy_speeds(row: NDArray[np.float32]) -> tuple[float, float, float]:
         marks = [time.perf_counter()]
         np.copyto(targets[i % len(targets)], row)
         marks.append(time.perf_counter())
-        place = writer.put(row) or (0, 0)
+        place = writer.put(row, Teller.MESSAGE) or (0, 0)
         marks.append(time.perf_counter())
         reader.take(*place)
         marks.append(time.perf_counter())

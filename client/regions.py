@@ -3,12 +3,14 @@
 A piece lies in one stretch: where it does not fit before the end of the region it begins at the beginning, and it has
 at most half the region's bytes, so that it always fits once everything before it was given back. Pieces are given back
 in the order in which they were taken: a prompt when the daemon has answered its request, rows when the client has
-copied them out.
+copied them out. Messages and the ring, which tell of rows, overtake each other; so those that one tells of are all
+given back before the other tells of any.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,22 +86,35 @@ class UploadReader:
             raise InvalidArgument(fault.message, field=f"prompt{fault.path}") from None
 
 
+class Teller(Enum):
+    """What tells the client where a piece lies. Each keeps its own order, and they do not keep each other's."""
+
+    MESSAGE = "message"
+    RING = "ring"
+
+
 class BulkWriter:
     """The daemon's end of the bulk region."""
 
     def __init__(self, arena: Arena) -> None:
         self._words, self._region = arena.words, arena.bulk
         self._cursors = _Cursors(arena.layout.bulk_bytes)
+        self._teller = Teller.MESSAGE  # of the pieces that lie there
 
     @property
     def max_piece_bytes(self) -> int:
         return self._cursors.capacity // 2
 
-    def put(self, values: NDArray[np.generic]) -> tuple[int, int] | None:
-        """Copy an array in: (cursor, bytes) for the message that tells of it, or None where there is no room now.
-        Raises ProtocolError if the reader's cursor is impossible."""
+    def put(self, values: NDArray[np.generic], teller: Teller) -> tuple[int, int] | None:
+        """Copy an array in: (cursor, bytes) for what tells of it, or None where there is no room now, or only after
+        everything that the other teller told of was given back. Raises ProtocolError if the reader's cursor is
+        impossible."""
         cursors = self._cursors
         cursors.tail = check_cursor("bulk_tail", self._words[BULK_TAIL], cursors.tail, cursors.head)
+        if teller is not self._teller:
+            if cursors.tail != cursors.head:
+                return None
+            self._teller = teller
         begin = cursors.take(values.nbytes)
         if begin is None:
             return None

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from .arena import RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, check_cursor
 from .errors import ProtocolError
 from .messages import TokenBatch
-from .regions import BulkReader, BulkWriter
+from .regions import BulkReader, BulkWriter, Teller
 from .results import TokenEvent
 
 RECORD = struct.Struct("<IIifHBB12s")
@@ -102,7 +102,7 @@ class RingWriter:
                 return i
             numbers = (handle, index + i, batch.token_ids[i], logprob, sample)
             if logits is not None:
-                place = self._bulk.put(logits[i])
+                place = self._bulk.put(logits[i], Teller.RING)
                 if place is None:
                     self._head = head
                     return i

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ..client.protocol import Rows as RowsMessage
 from ..client.protocol import encode
+from ..client.regions import Teller
 from ..client.ring import RingBatch
 from .prompt_rows import Rows
 from .sessions import Session
@@ -75,7 +76,7 @@ class RowsParcel:
     def _place(self, session: Session) -> bytes | tuple[int, int] | None:
         values = self._rows.values
         if session.arena is not None and values.nbytes >= MIN_BULK_BYTES:
-            place = session.arena.bulk.put(values)
+            place = session.arena.bulk.put(values, Teller.MESSAGE)
             if place is not None or self._rows.kind == LOGITS:
                 return place
         return values.tobytes()

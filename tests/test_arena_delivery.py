@@ -323,6 +323,24 @@ def test_logits_wait_for_room_and_are_those_of_their_tokens(tmp_path: Path) -> N
     rig.close()
 
 
+def test_logits_and_rows_that_messages_tell_of_do_not_overtake_each_other(rig: Rig) -> None:
+    client = rig.client()
+    logits = [client.submit(prompt, max_tokens=15, want_logits=True) for prompt in prompts(2, 20)]
+    for number in range(6):
+        told = client.submit(prompts(6, 100)[number], max_tokens=1, prompt_logprobs=5)
+        for _ in range(4):
+            rig.turn()
+        client.read()
+        told.take_all()
+    rig.run()
+    assert client.error is None
+    assert told.result().prompt_top_logprobs is not None
+    for stream in logits:
+        events = [event for event in iter(stream.take, None) if event.token_id >= 0]
+        assert len(events) == 15
+        assert all(event.logits is not None and event.logits[0] == event.token_id for event in events)
+
+
 def test_logits_without_an_arena_are_refused(rig: Rig) -> None:
     stream = rig.client(arena=False).submit(PROMPT, want_logits=True)
     with pytest.raises(Unsupported) as caught:

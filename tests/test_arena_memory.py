@@ -27,7 +27,7 @@ from kvpool.client.arena import (
 )
 from kvpool.client.errors import InvalidArgument, ProtocolError
 from kvpool.client.messages import TokenBatch
-from kvpool.client.regions import BulkReader, BulkWriter, UploadReader, UploadWriter
+from kvpool.client.regions import BulkReader, BulkWriter, Teller, UploadReader, UploadWriter
 from kvpool.client.results import TokenEvent
 from kvpool.client.ring import RECORD, TEXT_BYTES, RingReader, RingWriter
 from kvpool.client.token_ids import pack_token_ids
@@ -384,7 +384,7 @@ def test_rows_come_out_as_they_went_in(widths: list[int], data: st.DataObject) -
         writer, reader, waiting = BulkWriter(daemon), BulkReader(client), deque()
         for number, width in enumerate(widths):
             row = np.arange(number, number + width, dtype=np.float32)
-            place = writer.put(row)
+            place = writer.put(row, Teller.MESSAGE)
             if place is None:
                 assert waiting, "an empty region refuses what fits half of it"
             else:
@@ -397,12 +397,28 @@ def test_rows_come_out_as_they_went_in(widths: list[int], data: st.DataObject) -
 def test_false_words_about_rows_are_noticed() -> None:
     with both_ends() as (daemon, client):
         writer, reader = BulkWriter(daemon), BulkReader(client)
-        assert writer.put(np.zeros(600, np.float32)) is None  # more than half of the region: never
-        begin, num_bytes = writer.put(np.zeros(10, np.float32)) or (0, 0)
+        assert writer.put(np.zeros(600, np.float32), Teller.MESSAGE) is None  # more than half of the region: never
+        begin, num_bytes = writer.put(np.zeros(10, np.float32), Teller.MESSAGE) or (0, 0)
         client.words[BULK_TAIL] = num_bytes + 1
         with pytest.raises(ProtocolError, match=r"arena\.bulk_tail"):
-            writer.put(np.zeros(1, np.float32))
+            writer.put(np.zeros(1, np.float32), Teller.MESSAGE)
         reader.take(begin, num_bytes)
         for false in [(0, 4), (PAGE_BYTES - 4, 8)]:
             with pytest.raises(ProtocolError, match=r"arena\.bulk"):
                 reader.take(*false)
+
+
+def test_those_who_tell_of_rows_take_turns() -> None:
+    """What a message and the ring tell of is read in any order, and given back in one."""
+    with both_ends() as (daemon, client):
+        writer, reader = BulkWriter(daemon), BulkReader(client)
+        row = np.arange(10, dtype=np.float32)
+        first = writer.put(row, Teller.RING)
+        assert first is not None
+        assert writer.put(row, Teller.MESSAGE) is None
+        assert writer.put(row, Teller.RING) is not None
+        reader.take(*first)
+        assert writer.put(row, Teller.MESSAGE) is None
+        reader.take(64, 40)
+        assert writer.put(row, Teller.MESSAGE) == (128, 40)
+        assert writer.put(row, Teller.RING) is None
