@@ -16,7 +16,7 @@ help:
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[daemon,cuda-check,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[daemon,gateway,cuda-check,dev]'
 	@touch $@
 
 model: $(STAMP)

@@ -9,10 +9,25 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .. import __version__
-from . import cli_admin, cli_chat, cli_doctor, cli_generate, cli_ps, cli_stats, cli_status, cli_tools, cli_top
+from . import (
+    cli_admin,
+    cli_chat,
+    cli_doctor,
+    cli_gateway,
+    cli_generate,
+    cli_ps,
+    cli_stats,
+    cli_status,
+    cli_tools,
+    cli_top,
+)
 from .errors import KVPoolError
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 0, 1, 2, 130, 141
+
+MODULES = (
+    cli_generate, cli_chat, cli_ps, cli_top, cli_status, cli_stats, cli_admin, cli_gateway, cli_doctor, cli_tools,
+)  # fmt: skip
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -25,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kvpool {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (cli_generate, cli_chat, cli_ps, cli_top, cli_status, cli_stats, cli_admin, cli_doctor, cli_tools):
+    for module in MODULES:
         module.add_commands(commands)
     return top
 
