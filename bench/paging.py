@@ -1,11 +1,11 @@
 """What paging is worth: kvpool's scheduler with blocks on demand, against the same scheduler reserving memory.
 
     python -m bench.paging [--trace lengths.csv] [--requests 1000] [--pool-gib 8] [--png paging.png]
+    python -m bench.paging --model smollm2-135m [--trace lengths.csv] [--scale 8] [--requests 60]
 
-A discrete simulation: the real pool and scheduler make every decision, and a cost model in place of the device says how
-long each step takes. The model is an 8B transformer with grouped queries (32 layers, 8 KV heads of 128, bfloat16) on a
-large GPU; a step costs the longer of reading its bytes (weights, and the context of every sequence in it) and doing its
-arithmetic, plus a constant. Each policy has the same pool, the same requests and the same step.
+The real pool and scheduler make every decision. What carries out the steps is a cost model of a large GPU (a discrete
+simulation, in seconds) or, with `--model`, that model on this machine's CPU, with all lengths divided by `--scale` and
+a pool that holds `--pool-sequences` sequences of max_model_len. Each policy has the same pool and the same requests.
 
 First all requests come at once, and until the queue is empty memory, concurrency and throughput are measured. Then they
 come at 80 % of the rate that `on-demand` sustained: that shows latency, from arrival to the last token.
@@ -23,15 +23,20 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvpool.daemon.block_pool import BlockPool
 from kvpool.daemon.limits import SchedulerLimits
 from kvpool.daemon.reservation import Reservation
 from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.sequence import Sequence
-from kvpool.daemon.step_plan import StepPlan
+from kvpool.model.backend import BackendLimits
+from kvpool.model.loading import load_model
+
+from .paging_devices import Device, LargeGpu, RealCpu
+from .rig import cpu_backend
 
 POLICIES: tuple[Reservation, ...] = ("max", "pow2", "oracle", "on-demand")
 COLUMNS = {  # of a trace: (prompt, output)
@@ -41,23 +46,6 @@ COLUMNS = {  # of a trace: (prompt, output)
 LOAD = 0.8
 
 Request = tuple[int, int]  # prompt tokens, output tokens
-
-
-@dataclass(frozen=True)
-class Device:
-    """A large GPU and an 8B model, as far as a step's time depends on them."""
-
-    weight_bytes: float = 16.1e9
-    kv_bytes_per_token: float = 2 * 32 * 8 * 128 * 2
-    flop_per_token: float = 16.1e9
-    bytes_per_s: float = 4.8e12 * 0.85
-    flop_per_s: float = 990e12 * 0.6
-    fixed_s: float = 1e-3
-
-    def step_s(self, plan: StepPlan) -> float:
-        context = sum(chunk.start + chunk.num_tokens for chunk in plan.chunks)
-        read_s = (self.weight_bytes + context * self.kv_bytes_per_token) / self.bytes_per_s
-        return self.fixed_s + max(read_s, plan.num_tokens * self.flop_per_token / self.flop_per_s)
 
 
 @dataclass
@@ -92,20 +80,22 @@ def synthetic(count: int, dice: random.Random) -> list[Request]:
     return [(1 + int(dice.lognormvariate(4.4, 1.15)), 1 + int(dice.lognormvariate(5.45, 0.85))) for _ in range(count)]
 
 
-def simulate(policy: Reservation, requests: list[Request], arrivals: list[float], options: argparse.Namespace) -> Run:
-    device = Device()
-    num_blocks = int(options.pool_gib * 2**30 / device.kv_bytes_per_token) // options.block_size
-    limits = SchedulerLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=options.max_model_len,
-        max_queued=len(requests),
-    )
-    scheduler = Scheduler(BlockPool(num_blocks, options.block_size), limits=limits, reservation=policy)
-    waiting = [
-        Sequence(uid=0, token_ids=[0] * prompt, max_tokens=output, arrival=at)
-        for (prompt, output), at in zip(requests, arrivals, strict=True)
-    ]
+@dataclass(frozen=True)
+class Machine:
+    """What all policies have alike."""
+
+    device: Device
+    num_blocks: int
+    block_size: int
+    limits: SchedulerLimits
+
+
+def replay(policy: Reservation, requests: list[Request], arrivals: list[float], machine: Machine) -> Run:
+    """Run all requests to their end. Time passes with the steps alone: where nothing is to be done, it jumps."""
+    limits = replace(machine.limits, max_queued=len(requests))
+    pool, device = BlockPool(machine.num_blocks, machine.block_size), machine.device
+    scheduler = Scheduler(pool, limits=limits, reservation=policy)
+    waiting = [device.sequence(*request, at) for request, at in zip(requests, arrivals, strict=True)]
     waiting.reverse()
     now, queued_s, held_s, allocated_s, running_s, generated = 0.0, 0.0, 0.0, 0.0, 0.0, 0
     run = Run(policy)
@@ -116,18 +106,19 @@ def simulate(policy: Reservation, requests: list[Request], arrivals: list[float]
             scheduler.add(waiting.pop())
         plan = scheduler.schedule(now)
         running = scheduler.roster.running
-        sampled = {chunk.sequence.sequence_id: 0 for chunk in plan.chunks if chunk.samples}
-        step_s = device.step_s(plan)
+        step_s, sampled = device.step(plan)
         now += step_s
         if scheduler.roster.queue:
             queued_s += step_s
             held_s += (sum(sequence.num_computed_tokens for sequence in running) + plan.num_tokens) * step_s
-            allocated_s += scheduler.pool.num_used * options.block_size * step_s
+            allocated_s += pool.num_used * pool.block_size * step_s
             running_s += len(running) * step_s
             generated += len(sampled)
         run.max_running = max(run.max_running, len(running))
         run.timeline.append((now, len(running)))
-        run.latencies_s += [now - ended.arrival for ended in scheduler.update(plan, sampled)]
+        for ended in scheduler.update(plan, sampled):
+            device.over(ended)
+            run.latencies_s.append(now - ended.arrival)
     if queued_s:
         run.useful_share, run.mean_running = held_s / allocated_s, running_s / queued_s
         run.tokens_per_s = generated / queued_s
@@ -184,38 +175,69 @@ def plot(saturated: list[Run], paced: list[Run], title: str, path: Path) -> None
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.paging", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--trace", type=Path, action="append", default=[], help="CSV of lengths; may be repeated")
-    parser.add_argument("--requests", type=int, default=1000, help="how many rows of each trace, drawn at random")
-    parser.add_argument("--pool-gib", type=float, default=8.0)
+    parser.add_argument("--requests", type=int, help="rows of each trace, drawn at random (1000; 60 with --model)")
+    parser.add_argument("--model", help="run this pulled model, directory or .gguf file, instead of simulating")
+    parser.add_argument("--scale", type=int, default=8, help="with --model: all lengths are divided by this")
+    parser.add_argument("--pool-sequences", type=int, default=4, help="with --model: the pool's size")
+    parser.add_argument("--pool-gib", type=float, default=8.0, help="the pool's size in the simulation")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=0, help="0: 2048 for synthetic lengths, 8192 for a trace")
-    parser.add_argument("--max-num-seqs", type=int, default=512)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--max-num-seqs", type=int, help="default 512; 64 with --model")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="default 2048; 256 with --model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--png", type=Path, help="write a plot; with several traces the trace's name is appended")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.scale = options.scale if options.model else 1
+    options.requests = options.requests or (60 if options.model else 1000)
+    options.max_model_len = (options.max_model_len or (8192 if options.trace else 2048)) // options.scale
+    options.max_num_seqs = options.max_num_seqs or (64 if options.model else 512)
+    options.max_num_batched_tokens = options.max_num_batched_tokens or (256 if options.model else 2048)
+    return options
 
 
-def compare(name: str, requests: list[Request], options: argparse.Namespace) -> None:
+@contextmanager
+def machine_of(options: argparse.Namespace) -> Iterator[Machine]:
+    """What the steps run on, and how much memory it has."""
+    limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
+    if not options.model:
+        gpu = LargeGpu()
+        num_blocks = int(options.pool_gib * 2**30 / gpu.kv_bytes_per_token) // options.block_size
+        yield Machine(gpu, num_blocks, options.block_size, limits)
+        return
+    model = load_model(options.model)
+    step = BackendLimits(
+        options.block_size, options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len
+    )
+    num_blocks = options.pool_sequences * options.max_model_len // options.block_size
+    with cpu_backend(model, step, num_blocks) as backend:
+        yield Machine(RealCpu(backend, step, model.config.vocab_size), num_blocks, options.block_size, limits)
+
+
+def compare(name: str, requests: list[Request], machine: Machine, options: argparse.Namespace) -> None:
     dice = random.Random(options.seed)
-    fitting = [request for request in requests if sum(request) <= options.max_model_len]
+    scaled = [(-(-prompt // options.scale), -(-output // options.scale)) for prompt, output in requests]
+    fitting = [request for request in scaled if sum(request) <= options.max_model_len]
     chosen = dice.sample(fitting, min(options.requests, len(fitting)))
     prompts, outputs = (statistics.fmean(lengths) for lengths in zip(*chosen, strict=True))
     title = (
         f"{name}: {len(chosen)} requests, {prompts:.0f} prompt and {outputs:.0f} output tokens on average, "
-        f"max_model_len {options.max_model_len}, pool {options.pool_gib:g} GiB"
+        f"max_model_len {options.max_model_len}, pool of {machine.num_blocks * machine.block_size:,} tokens"
     )
     print(f"\n{title}")
     if len(fitting) < len(requests):
         print(f"left out, since longer than max_model_len: {len(requests) - len(fitting)} of {len(requests)}")
     began = time.perf_counter()
-    saturated = [simulate(policy, chosen, [0.0] * len(chosen), options) for policy in POLICIES]
+    saturated = [replay(policy, chosen, [0.0] * len(chosen), machine) for policy in POLICIES]
+    if not saturated[-1].tokens_per_s:
+        raise SystemExit("memory was never short on demand: set more --requests, or a smaller pool")
     rate, at, arrivals = LOAD * saturated[-1].tokens_per_s / outputs, 0.0, []
     for _ in chosen:
         at += dice.expovariate(rate)
         arrivals.append(at)
-    paced = [simulate(policy, chosen, arrivals, options) for policy in POLICIES]
+    paced = [replay(policy, chosen, arrivals, machine) for policy in POLICIES]
     print(table(saturated, paced))
-    print(f"latency at {rate:.1f} requests/s; simulated in {time.perf_counter() - began:.0f} s")
+    how = f"{options.model} ran" if options.model else "simulated in"
+    print(f"latency at {rate:.1f} requests/s; {how} {time.perf_counter() - began:.0f} s", flush=True)
     if options.png:
         path = options.png if len(options.trace) < 2 else options.png.with_stem(f"{options.png.stem}-{name}")
         try:
@@ -228,11 +250,11 @@ def compare(name: str, requests: list[Request], options: argparse.Namespace) -> 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     print("python -m bench.paging", shlex.join(sys.argv[1:] if arguments is None else arguments))
-    options.max_model_len = options.max_model_len or (8192 if options.trace else 2048)
-    if not options.trace:
-        compare("synthetic lengths", synthetic(4 * options.requests, random.Random(options.seed)), options)
-    for path in options.trace:
-        compare(path.stem, read_trace(path), options)
+    with machine_of(options) as machine:
+        if not options.trace:
+            compare("synthetic lengths", synthetic(4 * options.requests, random.Random(options.seed)), machine, options)
+        for path in options.trace:
+            compare(path.stem, read_trace(path), machine, options)
 
 
 if __name__ == "__main__":
