@@ -14,6 +14,7 @@ from tests.support.cuda_card import Card, TwinCard
 from tests.support.cuda_rooms import layout, weight_formats
 from tests.support.numpy_backend import NumpyBackend
 from tests.support.random_checkpoint import RandomCheckpoint
+from tests.support.real_card import backend_card, fresh, interpreter_only
 from tests.support.steps import Piece, Shape, run_step, step_batch, tiny_program
 
 cuda_backend = pytest.importorskip("kvpool.model.cuda_backend")
@@ -29,7 +30,7 @@ def made(program: Program, card: Card, **options: Any) -> Any:
 
 
 def prompt(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, SHAPE.vocab_size, count).tolist()
+    return fresh(seed).integers(0, SHAPE.vocab_size, count).tolist()
 
 
 TABLES = [[5, 17, 2], [30, 1, 9], [8, 7, 6]]
@@ -65,7 +66,7 @@ def test_steps_equal_those_of_the_numpy_back_end(kind: str, shape: Shape, dtype:
     program = tiny_program(shape)
     config = program.config
     attention = layout.AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, LIMITS.block_size, dtype)
-    card = Card() if kind == "interpreted" else TwinCard(attention, dtype)
+    card = backend_card() if kind == "interpreted" else TwinCard(attention, dtype)
     backend, twin = made(program, card, dtype=dtype), NumpyBackend(program, RandomCheckpoint(program), LIMITS)
     twin.allocate_pool(40)
     for pieces in steps():
@@ -87,7 +88,7 @@ def logits_of(backend: Any, pieces: list[Piece], row: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_sequence_has_the_same_bits_whole_in_chunks_in_company_and_after_a_prefix_hit(kv_dtype: str) -> None:
-    backend = made(tiny_program(SHAPE), Card(), dtype="bfloat16", kv_dtype=kv_dtype)
+    backend = made(tiny_program(SHAPE), backend_card(), dtype="bfloat16", kv_dtype=kv_dtype)
     backend.write_blocks(range(40), np.full((40, backend.block_bytes), 0xFF, np.uint8))  # NaN wherever nobody wrote
     tokens = prompt(3, 20)
     whole = logits_of(backend, [Piece(tokens, 0, [4, 5, 6])], 0)
@@ -146,7 +147,7 @@ def test_captured_decode_steps_give_what_single_launches_give() -> None:
 
 
 def test_a_padded_capture_runs_as_machine_code_too() -> None:
-    backend = made(tiny_program(SHAPE), Card(), dtype="bfloat16")
+    backend = made(tiny_program(SHAPE), backend_card(), dtype="bfloat16")
     for pieces in steps()[:2]:
         run_step(backend, pieces, LIMITS.block_size)
     plain = run_step(backend, steps()[2], LIMITS.block_size, num_logprobs=2)
@@ -159,7 +160,7 @@ def test_a_padded_capture_runs_as_machine_code_too() -> None:
 
 def test_sequences_that_share_blocks_read_them_once_and_keep_their_bits() -> None:
     program, limits = tiny_program(SHAPE), BackendLimits(8, 4, 320, 320)
-    card = Card()
+    card = backend_card()
     backend = cuda_backend.CudaBackend(program, RandomCheckpoint(program), limits, dtype="bfloat16", device=card)
     backend.allocate_pool(60)
     backend.write_blocks(range(60), np.full((60, backend.block_bytes), 0xFF, np.uint8))
@@ -196,8 +197,11 @@ def test_more_logit_rows_than_the_buffer_holds_come_in_stretches() -> None:
 
 def test_fast_products_take_the_vendors_and_the_prefill_kernel() -> None:
     program = tiny_program(SHAPE)
-    card = Card()
-    fast, exact = made(program, card, dtype="bfloat16", products="fast"), made(program, Card(), dtype="bfloat16")
+    card = backend_card()
+    fast, exact = (
+        made(program, card, dtype="bfloat16", products="fast"),
+        made(program, backend_card(), dtype="bfloat16"),
+    )
     pieces = [Piece(prompt(6, 70), 0, list(range(9))), Piece([5], 0, [12])]
     got, expected = (run_step(each, pieces, LIMITS.block_size) for each in (fast, exact))
     np.testing.assert_allclose(got.logits, expected.logits, rtol=0.05, atol=0.05)
@@ -221,7 +225,7 @@ class Rounded(RandomCheckpoint):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_quantised_weights_give_the_logits_of_their_codes(dtype: str) -> None:
     program = tiny_program(SHAPE)
-    backend, twin = made(program, Card(), dtype=dtype), NumpyBackend(program, Rounded(program, dtype), LIMITS)
+    backend, twin = made(program, backend_card(), dtype=dtype), NumpyBackend(program, Rounded(program, dtype), LIMITS)
     twin.allocate_pool(40)
     for pieces in steps()[:2]:
         got, expected = (run_step(each, pieces, LIMITS.block_size) for each in (backend, twin))
@@ -229,6 +233,7 @@ def test_quantised_weights_give_the_logits_of_their_codes(dtype: str) -> None:
     assert dtype in backend.description
 
 
+@interpreter_only
 def test_what_cuda_cannot_do_is_said_with_the_value_to_set() -> None:
     program = tiny_program(SHAPE)
     with pytest.raises(ValueError, match="set dtype to"):
@@ -250,6 +255,7 @@ def test_what_cuda_cannot_do_is_said_with_the_value_to_set() -> None:
     backend.close()
 
 
+@interpreter_only
 def test_the_ledger_adds_up() -> None:
     card = Card()
     backend = made(tiny_program(SHAPE), card, dtype="bfloat16")

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.ptx import Device
 from tests.support import cuda_twins
 from tests.support.cuda_rooms import kv_write, layout
 from tests.support.cuda_run import launch
 from tests.support.cuda_twins import assert_close, stored, values
+from tests.support.real_card import fresh, kernel_device, on_card
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,9 @@ from tests.support.cuda_twins import assert_close, stored, values
 def test_rotates_and_writes_where_the_slots_say(
     heads: int, kv_heads: int, head_dim: int, rotary_dim: int, kv: str, qk_norm: bool
 ) -> None:
-    random = np.random.default_rng(head_dim)
+    random = fresh(head_dim)
     shape = layout.AttentionShape(heads, kv_heads, head_dim, 8, kv)
-    device = Device()
+    device = kernel_device()
     num_blocks, rows, max_len = 4, 7, 50
     qkv = random.normal(0, 1, (rows, shape.qkv_width)).astype(np.float32)
     positions = random.integers(0, max_len, rows).astype(np.int32)
@@ -72,14 +72,15 @@ def test_rotates_and_writes_where_the_slots_say(
                 assert_close(values(pool[block, side, :, offset], kv), part, kv)
         written[block, :, :, offset] = True
     assert_close(np.stack(got_q).astype(np.float64), np.stack(expected_q), "float32")
-    np.testing.assert_array_equal(device.written(pool).all(axis=-1), written)
+    whole = np.any if on_card() else np.all  # on a card, a code that equals the poison does not show
+    np.testing.assert_array_equal(whole(device.written(pool), axis=-1), written)
     if scaled:
         np.testing.assert_array_equal(device.written(scales), written)
 
 
 def test_a_head_that_holds_nan_or_infinity_keeps_it_in_an_8_bit_pool() -> None:
     shape = layout.AttentionShape(1, 1, 64, 8, "int8")
-    device = Device()
+    device = kernel_device()
     qkv = np.ones((2, shape.qkv_width), np.float32)
     qkv[0, 70], qkv[1, 150] = np.nan, np.inf
     tables = [np.zeros(2, np.int32), np.arange(2), *np.zeros((4, 64), np.float32)]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.ptx import Counters, Device
+from tests.ptx import Counters
 from tests.support.cuda_rooms import float32_matmul, skinny_matmul
 from tests.support.cuda_run import launch
 from tests.support.cuda_twins import assert_close, stored, values
+from tests.support.real_card import fresh, interpreter_only, kernel_device
 
 Array = NDArray[Any]
 
@@ -18,7 +19,7 @@ def multiply(
     element: str, x: Array, weight: Array, bias: Array | None = None, residual: Array | None = None
 ) -> tuple[Array, Counters]:
     """out of one launch; x and weight in their stored form."""
-    device = Device()
+    device = kernel_device()
     rows, outputs, width = len(x), len(weight), x.shape[1]
     out = device.empty((rows, outputs), np.float32) if residual is None else device.array(residual)
     given = device.array(np.zeros(1, np.float32) if bias is None else bias)
@@ -35,7 +36,7 @@ def multiply(
 
 
 def numbers(element: str, rows: int, outputs: int, width: int, seed: int = 0) -> tuple[Array, Array]:
-    random = np.random.default_rng(seed)
+    random = fresh(seed)
     return stored(random.normal(0, 1, (rows, width)), element), stored(random.normal(0, 1, (outputs, width)), element)
 
 
@@ -54,7 +55,7 @@ def test_equals_the_product(element: str, rows: int, outputs: int, width: int) -
 @pytest.mark.parametrize("element", ["float32", "bfloat16"])
 def test_bias_and_residual(element: str) -> None:
     x, weight = numbers(element, 3, 20, 128)
-    random = np.random.default_rng(9)
+    random = fresh(9)
     bias, residual = random.normal(0, 9, 20).astype(np.float32), random.normal(0, 9, (3, 20)).astype(np.float32)
     product = values(x, element) @ values(weight, element).T
     assert_close(multiply(element, x, weight, bias=bias)[0], product + bias, "float32")
@@ -71,6 +72,7 @@ def test_a_row_has_the_same_bits_in_any_company(element: str) -> None:
         np.testing.assert_array_equal(multiply(element, some, weight)[0][:3].view(np.uint32), alone.view(np.uint32))
 
 
+@interpreter_only
 def test_weights_are_read_once_in_full_sectors_and_without_bank_conflicts() -> None:
     x, weight = numbers("bfloat16", 8, 64, 2048)
     _, counters = multiply("bfloat16", x, weight)

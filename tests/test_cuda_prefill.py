@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.ptx import Counters, Device
+from tests.ptx import Counters
 from tests.support.cuda_attention import Batch, make_batch
 from tests.support.cuda_rooms import layout, paged_prefill, tiles
 from tests.support.cuda_run import launch
 from tests.support.cuda_twins import assert_close, values
+from tests.support.real_card import interpreter_only, kernel_device
 
 Array = NDArray[Any]
 Shape = layout.AttentionShape
@@ -19,7 +20,7 @@ Shape = layout.AttentionShape
 
 def attend(batch: Batch, window: int = 0) -> tuple[Array, Counters]:
     """out (T, num_heads * head_dim), in stored form."""
-    shape, device = batch.shape, Device()
+    shape, device = batch.shape, kernel_device()
     plan = tiles.row_tiles(batch.query_start, batch.seq_lens, paged_prefill.rows_per_tile(shape), window)
     out = device.empty((len(batch.positions), shape.num_heads * shape.head_dim), np.uint16)
     given = batch.qkv, batch.pool, batch.block_tables, batch.positions, plan.tiles, plan.tile_rows
@@ -70,6 +71,7 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_after_a_cached_prefix() -> 
         np.testing.assert_array_equal(attend(chunk)[0], whole[start:stop])
 
 
+@interpreter_only
 def test_matrices_leave_shared_memory_without_conflicts_and_serve_many_multiplications() -> None:
     shape = Shape(4, 2, 64, 16, "bfloat16")
     _, counters = attend(make_batch(shape, [256], [256]))

@@ -11,12 +11,13 @@ from tests.ptx import Device
 from tests.support.cuda_rooms import embedding, quantised_matmul, skinny_matmul, weight_formats
 from tests.support.cuda_run import launch
 from tests.support.cuda_twins import assert_close, stored, values
+from tests.support.real_card import fresh, kernel_device
 
 Array = NDArray[Any]
 
 
 def matrix(rows: int, cols: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).normal(0, 0.1, (rows, cols)).astype(np.float32)
+    return fresh(seed).normal(0, 0.1, (rows, cols)).astype(np.float32)
 
 
 def upload(device: Device, name: str, quantised: weight_formats.Quantised) -> list[Array]:
@@ -26,7 +27,7 @@ def upload(device: Device, name: str, quantised: weight_formats.Quantised) -> li
 
 
 def multiply(name: str, element: str, x: Array, quantised: weight_formats.Quantised) -> Array:
-    device = Device()
+    device = kernel_device()
     (rows, width), outputs = x.shape, len(quantised.codes)
     columns = skinny_matmul.tile(rows)[1]
     out, bias = device.empty((rows, outputs), np.float32), device.zeros(1)
@@ -64,7 +65,7 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
 @pytest.mark.parametrize("element", ["bfloat16", "float16"])
 def test_products_equal_those_of_the_codes_values(name: str, element: str, rows: int, outputs: int, width: int) -> None:
     quantised = weight_formats.quantise(matrix(outputs, width), name)
-    x = stored(np.random.default_rng(1).normal(0, 1, (rows, width)), element)
+    x = stored(fresh(1).normal(0, 1, (rows, width)), element)
     out = multiply(name, element, x, quantised)
     assert_close(out, values(x, element) @ quantised.values().T, element)
 
@@ -72,7 +73,7 @@ def test_products_equal_those_of_the_codes_values(name: str, element: str, rows:
 @pytest.mark.parametrize("name", weight_formats.NAMES)
 def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     quantised = weight_formats.quantise(matrix(24, 1184), name)
-    x = stored(np.random.default_rng(2).normal(0, 1, (64, 1184)), "bfloat16")
+    x = stored(fresh(2).normal(0, 1, (64, 1184)), "bfloat16")
     alone = multiply(name, "bfloat16", x[5:6], quantised)[0]
     for rows in (8, 16, 32, 64):
         np.testing.assert_array_equal(multiply(name, "bfloat16", x[5 : 5 + rows], quantised)[0], alone)
@@ -81,7 +82,7 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
 @pytest.mark.parametrize("name", weight_formats.NAMES)
 def test_gathered_rows_are_the_codes_values(name: str) -> None:
     quantised = weight_formats.quantise(matrix(50, 1056), name)
-    device = Device()
+    device = kernel_device()
     ids = np.array([0, 49, 7, 8, 15, 16, 23], np.int32)
     out = device.empty((7, 1056), np.float32)
     grid = -(-1056 // (8 * embedding.THREADS)), 7

@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from tests.ptx import Device
 from tests.support import cuda_twins
 from tests.support.cuda_rooms import activations, block_copy, embedding, norms
 from tests.support.cuda_run import launch
 from tests.support.cuda_twins import assert_close, stored, values
+from tests.support.real_card import fresh, kernel_device
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (17, 576), (3, 1028), (2, 4096)])
 def test_rms_norm(out: str, rows: int, width: int) -> None:
-    random = np.random.default_rng(width)
-    device = Device()
+    random = fresh(width)
+    device = kernel_device()
     x, weight = random.normal(0, 3, (rows, width)).astype(np.float32), random.normal(1, 0.2, width).astype(np.float32)
     result = device.empty((rows, width), stored(np.zeros(1), out).dtype)
     launch(device, norms.rms_norm(out), (rows,), device.array(x), device.array(weight), result, width, 1e-5)
@@ -22,8 +22,8 @@ def test_rms_norm(out: str, rows: int, width: int) -> None:
 
 
 def test_rms_norm_accumulates_into_the_residual() -> None:
-    random = np.random.default_rng(0)
-    device = Device()
+    random = fresh(0)
+    device = kernel_device()
     x, residual = random.normal(0, 3, (2, 5, 640)).astype(np.float32)
     weight = random.normal(1, 0.2, 640).astype(np.float32)
     result = device.array(residual)
@@ -32,11 +32,11 @@ def test_rms_norm_accumulates_into_the_residual() -> None:
 
 
 def test_a_row_is_normed_alike_in_any_batch() -> None:
-    random = np.random.default_rng(1)
+    random = fresh(1)
     x, weight = random.normal(0, 3, (9, 1536)).astype(np.float32), random.normal(1, 0.2, 1536).astype(np.float32)
 
     def run(rows: np.ndarray) -> np.ndarray:
-        device = Device()
+        device = kernel_device()
         result = device.empty(rows.shape, np.float32)
         launch(device, norms.rms_norm(), (len(rows),), device.array(rows), device.array(weight), result, 1536, 1e-5)
         return device.read(result)
@@ -49,9 +49,9 @@ def test_a_row_is_normed_alike_in_any_batch() -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
 def test_gated_activation(kind: str, out: str) -> None:
-    random = np.random.default_rng(2)
+    random = fresh(2)
     for rows, width in ((1, 4), (17, 172), (2, 1536)):
-        device = Device()
+        device = kernel_device()
         gate_up = random.normal(0, 3, (rows, 2 * width)).astype(np.float32)
         gate_up[0, :3] = 0, 60, -60
         result = device.empty((rows, width), stored(np.zeros(1), out).dtype)
@@ -62,9 +62,9 @@ def test_gated_activation(kind: str, out: str) -> None:
 
 @pytest.mark.parametrize("table", ["float32", "bfloat16", "float16"])
 def test_gather_rows(table: str) -> None:
-    random = np.random.default_rng(3)
+    random = fresh(3)
     for rows, width in ((1, 4), (17, 576), (5, 2052)):
-        device = Device()
+        device = kernel_device()
         entries = stored(random.normal(0, 1, (40, width)), table)
         ids = random.integers(0, 40, rows).astype(np.int32)
         result = device.empty((rows, width), np.float32)
@@ -74,8 +74,8 @@ def test_gather_rows(table: str) -> None:
 
 
 def test_copy_blocks_moves_all_layers_in_the_pool_to_staging_and_back() -> None:
-    random = np.random.default_rng(4)
-    device = Device()
+    random = fresh(4)
+    device = kernel_device()
     layers, blocks, words = 3, 9, 600  # more than one stretch of 512 words, not a multiple of it
     content = random.integers(0, 2**32, (layers, blocks, 4 * words), dtype=np.uint32)
     pool = device.array(content)

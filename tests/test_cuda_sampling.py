@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvpool.model.batch import Float32, SamplingBatch
-from tests.ptx import Device
 from tests.support import numpy_sampling as oracle
 from tests.support.cuda_rooms import sampling
 from tests.support.cuda_run import launch
+from tests.support.real_card import fresh, kernel_device
 from tests.support.sampling_batches import run_kernel, sampling_batch
 
 INF = np.float32(np.inf)
@@ -17,7 +17,7 @@ INF = np.float32(np.inf)
 
 def sample(logits: Float32, batch: SamplingBatch) -> tuple[Any, ...]:
     """tokens, logprobs, top_tokens, top_logprobs, errors."""
-    device = Device(count=False)
+    device = kernel_device(count=False)
     rows, vocab_size = logits.shape
     width = max(0, int(batch.num_logprobs.max(initial=0)))
     with np.errstate(divide="ignore"):
@@ -76,7 +76,7 @@ def awkward_rows(random: np.random.Generator, rows: int, vocab_size: int) -> Flo
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 1000])
 def test_draws_the_cpus_token_whatever_the_row_and_the_limits(vocab_size: int) -> None:
-    random = np.random.default_rng(vocab_size)
+    random = fresh(vocab_size)
     rows = 14
 
     def pick(*choices: Any) -> Any:
@@ -113,7 +113,7 @@ def test_draws_the_cpus_token_whatever_the_row_and_the_limits(vocab_size: int) -
 
 
 def test_a_real_vocabulary() -> None:
-    random = np.random.default_rng(5)
+    random = fresh(5)
     logits = random.standard_normal((3, 49152)).astype(np.float32) * np.float32(3)
     batch = sampling_batch(
         3,
@@ -129,7 +129,7 @@ def test_a_real_vocabulary() -> None:
 
 @pytest.mark.parametrize("bad", [-np.nan, INF])
 def test_nan_or_infinity_fails_that_row_alone(bad: float) -> None:
-    logits = np.random.default_rng(1).standard_normal((4, 700)).astype(np.float32)
+    logits = fresh(1).standard_normal((4, 700)).astype(np.float32)
     logits[1, 600] = bad
     logits[3] = -INF
     batch = sampling_batch(4, temperature=[1, 1, 0, 1], num_logprobs=2, targets=[-1, -1, 5, -1])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tests.support import cuda_twins
 from tests.support.cuda_rooms import layout
 from tests.support.cuda_twins import stored, values
+from tests.support.real_card import fresh
 
 Array = NDArray[Any]
 
@@ -51,7 +52,7 @@ def make_batch(
 ) -> Batch:
     """Sequences of `lens` tokens whose last `counts` (default 1) are this step's rows; all begin with the same `shared`
     tokens in the same blocks (a multiple of block_size)."""
-    random = np.random.default_rng(seed)
+    random = fresh(seed)
     counts = counts or [1] * len(lens)
     size = shape.block_size
     own = [-(-length // size) - shared // size for length in lens]
@@ -65,8 +66,8 @@ def make_batch(
         used += own[s]
         tables[s, : len(blocks)] = blocks
         tokens = np.arange(length)
-        fresh = random.normal(0, 1, (length, 2, shape.num_kv_heads, shape.head_dim))
-        contents[blocks[tokens // size], :, :, tokens % size] = fresh
+        made = random.normal(0, 1, (length, 2, shape.num_kv_heads, shape.head_dim))
+        contents[blocks[tokens // size], :, :, tokens % size] = made
     query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     positions = np.concatenate([np.arange(n - c, n) for n, c in zip(lens, counts, strict=True)]).astype(np.int32)
     qkv = random.normal(0, 1, (len(positions), shape.qkv_width)).astype(np.float32)
