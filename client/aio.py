@@ -248,6 +248,14 @@ class AsyncSequence:
     """As `Sequence`, for asyncio."""
 
     def __init__(self, client: AsyncClient, sequence_id: str, num_tokens: int, keep: bool) -> None:
+    async def pins(self) -> list[dict[str, Any]]:
+        """As `Client.pins`."""
+        return await self._ask(calls.pins())
+
+    async def unpin(self, pin_id: int) -> None:
+        """As `Client.unpin`."""
+        await self._ask(calls.unpin(pin_id))
+
         self._client = client
         self._keep = keep
         self.sequence_id = sequence_id
@@ -313,3 +321,11 @@ class AsyncSequence:
     ) -> None:
         if not self._keep:
             await self.close()
+    async def pin(self, num_tokens: int | None = None, *, ttl_s: float | None = None) -> int:
+        """As `Sequence.pin`."""
+        return await self._client._ask(calls.pin(self.sequence_id, num_tokens, ttl_s))
+
+    async def publish(self, num_tokens: int | None = None) -> int:
+        """As `Sequence.publish`."""
+        return await self._client._ask(calls.publish(self.sequence_id, num_tokens))
+

@@ -109,6 +109,30 @@ def detokenize(token_ids: list[int] | NDArray[np.int32]) -> Question[str]:
     return _method("detokenize", lambda value: _entry(value, "text", str), {"token_ids": pack_token_ids(token_ids)})
 
 
+# ---- prefixes that stay, or that everybody may find
+
+
+def _prefix_of(sequence_id: str, num_tokens: int | None) -> dict[str, Any]:
+    return {"sequence_id": sequence_id, "num_tokens": num_tokens}
+
+
+def pin(sequence_id: str, num_tokens: int | None, ttl_s: float | None) -> Question[int]:
+    arguments = _prefix_of(sequence_id, num_tokens) | {"ttl_s": ttl_s}
+    return _method("pin", lambda value: _entry(value, "pin_id", int), arguments)
+
+
+def unpin(pin_id: int) -> Question[dict[str, Any]]:
+    return _method("unpin", _as_map, {"pin_id": pin_id})
+
+
+def pins() -> Question[list[dict[str, Any]]]:
+    return _method("pins", rows_of)
+
+
+def publish(sequence_id: str, num_tokens: int | None) -> Question[int]:
+    return _method("publish", lambda value: _entry(value, "num_blocks", int), _prefix_of(sequence_id, num_tokens))
+
+
 # ---- sequences; every answer has the sequence's num_tokens
 
 

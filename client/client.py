@@ -267,6 +267,14 @@ class Sequence:
         self._client = client
         self._keep = keep
         self.sequence_id = sequence_id
+    def pins(self) -> list[dict[str, Any]]:
+        """What this user has pinned: `pin_id`, `num_blocks`, `expires_in_s` (None: never)."""
+        return self._ask(calls.pins())
+
+    def unpin(self, pin_id: int) -> None:
+        """Let go of what `Sequence.pin` keeps."""
+        self._ask(calls.unpin(pin_id))
+
         self.num_tokens = num_tokens  # when last told; generating adds to it
 
     def append(self, prompt: Prompt) -> None:
@@ -332,3 +340,13 @@ class Sequence:
     ) -> None:
         if not self._keep:
             self.close()
+    def pin(self, num_tokens: int | None = None, *, ttl_s: float | None = None) -> int:
+        """Keep its computed full blocks in the pool, or those of its first `num_tokens`, also after it is closed, until
+        `Client.unpin` or for `ttl_s`. The pin's id. A prompt that begins alike finds them."""
+        return self._client._ask(calls.pin(self.sequence_id, num_tokens, ttl_s))
+
+    def publish(self, num_tokens: int | None = None) -> int:
+        """Let prompts of all users find its computed full blocks, or those of its first `num_tokens`: how many blocks.
+        Who sends the same tokens can tell, by the time that it takes, that somebody published them."""
+        return self._client._ask(calls.publish(self.sequence_id, num_tokens))
+

@@ -143,7 +143,9 @@ def _assemble(
 ) -> Server:
     pool = BlockPool(ledger.num_blocks, config.block_size)
     identity = [("model", model.model_hash), ("backend", backend.description)]
-    cache = PrefixCache(pool, secret=secrets.token_bytes(32), identity=identity) if config.prefix_cache else None
+    cache = None
+    if config.prefix_cache:
+        cache = PrefixCache(pool, secret=secrets.token_bytes(32), identity=identity, ttl_s=config.prefix_ttl_s)
     host_blocks = config.host_pool_bytes // backend.block_bytes
     scheduler = Scheduler(
         pool,

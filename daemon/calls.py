@@ -20,6 +20,7 @@ from .block_pool import NOBODY
 from .clients import Clients
 from .health import health_of, why_it_waits
 from .pool_map_segment import PoolMapSegment
+from .prefix_calls import METHODS as PREFIX_METHODS
 from .request import Request, Sample
 from .sequence import Sequence
 from .sequence_objects import SequenceObject
@@ -56,6 +57,7 @@ class Calls:
             "drain": self._answer_drain,
             "reload": self._answer_reload,
             "resize": self._answer_resize,
+            **PREFIX_METHODS,
         }
 
     def __call__(self, clients: Clients, session: Session, call: Call) -> Any:

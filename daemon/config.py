@@ -107,6 +107,11 @@ class Config:
     host_pool_bytes: int = option(0, size(), "memory for blocks of preempted sequences; 0: recompute them")
     max_queued_requests: int = option(
         1024, whole(1, 1_000_000), "sequences waiting, all users together", reloadable=True
+    prefix_ttl_s: float = option(
+        0.0,
+        number(0.0, 31_536_000.0, "SECONDS"),
+        "how long such blocks are kept unused; 0: until their memory is needed",
+    )
     )
     ageing_s: float = option(
         10.0,

@@ -12,6 +12,7 @@ from .block_pool import BlockPool
 class _Pin:
     uid: int
     blocks: list[int]
+    expires_at: float | None  # monotonic seconds
 
 
 class Pins:
@@ -46,7 +47,7 @@ class Pins:
             self._pool.share(block, uid)
         pin_id = self._next_id
         self._next_id += 1
-        self._pins[pin_id] = _Pin(uid, list(blocks))
+        self._pins[pin_id] = _Pin(uid, list(blocks), expires_at)
         if expires_at is not None:
             heapq.heappush(self._expiry, (expires_at, pin_id))
         return pin_id
@@ -56,6 +57,10 @@ class Pins:
         pin = self._pins.get(pin_id)
         return pin.uid if pin else None
 
+    def of(self, uid: int) -> list[tuple[int, int, float | None]]:
+        """The pins of `uid`: id, number of blocks, and when they end."""
+        return [(pin_id, len(pin.blocks), pin.expires_at) for pin_id, pin in self._pins.items() if pin.uid == uid]
+
     def remove(self, pin_id: int) -> bool:
         """Let go of a pin's blocks; False if it had ended already."""
         pin = self._pins.pop(pin_id, None)
@@ -64,5 +69,6 @@ class Pins:
         return pin is not None
 
     def expire(self, now: float) -> None:
+        """Let go of the pins whose time is over."""
         while self._expiry and self._expiry[0][0] <= now:
             self.remove(heapq.heappop(self._expiry)[1])

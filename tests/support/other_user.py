@@ -48,13 +48,15 @@ def main() -> None:
                 return getattr(pool, method)(**arguments, sequence_id=name).num_tokens
             if method == "attach":
                 return pool.attach(name).num_tokens
-            if method in ("ps", "stats", "fsck", "drain", "reload"):
+            if method in ("ps", "stats", "fsck", "drain", "reload", "pins"):
                 return getattr(pool, method)()
             if method == "map":
                 found = pool.pool_map()
                 return {"owners": sorted({*found.owners.tolist()}), "sequences": found.sequences}
             if method == "resize":
                 return pool.resize(**arguments)
+            if method == "unpin":
+                return pool.unpin(**arguments)
             if method == "cancel":
                 return pool.cancel(name)
             if method == "follow":
@@ -66,6 +68,8 @@ def main() -> None:
             if method == "generate":
                 return sequence.generate(**arguments).token_ids
             made = getattr(sequence, method)(**arguments)
+            if method in ("pin", "publish"):
+                return made
             return made.num_tokens if method == "fork" else sequence.num_tokens
 
         for method, name, arguments in operations:
