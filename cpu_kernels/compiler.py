@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,15 @@ def _compile(function: Callable[..., None], cache: Path | None) -> Any:
 
 
 def _load_tiles(isa: Isa, formats: tuple[int, ...], cache: Path | None) -> NDArray[np.int64]:
+    """The table of all tiles; each format has object code of its own, which any combination of formats shares."""
     key = isa.name, formats
     if key not in _tiles:
-        names = tile_names(isa, formats)
-        file_name = "-".join(["tiles", isa.name, *(FORMAT_NAMES[number] for number in formats)])
         directory = _directory(cache, "tile")
-        file = directory / f"{file_name}.o" if directory is not None else None
-        _tiles[key] = tile_table(isa, formats, load_functions(lambda: tiles_module(isa, formats), names, file))
+        addresses: dict[str, int] = {}
+        for number in formats:
+            file = directory / f"tiles-{isa.name}-{FORMAT_NAMES[number]}.o" if directory is not None else None
+            addresses |= load_functions(partial(tiles_module, isa, [number]), tile_names(isa, [number]), file)
+        _tiles[key] = tile_table(isa, formats, addresses)
     return _tiles[key]
 
 

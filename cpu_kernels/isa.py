@@ -14,7 +14,18 @@ from llvmlite import binding
 FLOAT32 = 0
 BFLOAT16 = 1
 BFLOAT16_DOT = 2
-FORMAT_NAMES = {FLOAT32: "float32", BFLOAT16: "bfloat16", BFLOAT16_DOT: "bfloat16_dot"}
+# Weights in groups of codes (see `groups`). Their tiles are low: many rows pass panels that were unpacked to FLOAT32.
+FIRST_GROUPED = 8
+INT8, INT4, INT8_K, INT4_K = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 4)
+FORMAT_NAMES = {
+    FLOAT32: "float32",
+    BFLOAT16: "bfloat16",
+    BFLOAT16_DOT: "bfloat16_dot",
+    INT8: "int8",
+    INT4: "int4",
+    INT8_K: "int8_k",
+    INT4_K: "int4_k",
+}
 
 Tiles = tuple[tuple[int, ...], ...]
 
@@ -33,20 +44,23 @@ class Isa:
 # Sums, a step's weights and an activation must stay in registers (the compiler's output shows where it spills), and the
 # independent sums must hide the latency of an instruction: it takes 8 to 12 of them.
 _WIDE, _MIDDLE, _PAIR, _ONE = (8, 4, 2, 1), (4, 2, 1), (2, 1), (1,)
+_GROUPED_WIDE: dict[int, Tiles] = dict.fromkeys(GROUPED, (_MIDDLE, _MIDDLE, _PAIR, _PAIR, _PAIR, _PAIR))
+_GROUPED_NARROW: dict[int, Tiles] = dict.fromkeys(GROUPED, (_PAIR, _PAIR, _ONE, _ONE))
 AVX512 = Isa(
     "avx512",
     {
         FLOAT32: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 4),
         BFLOAT16: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 3, *(_ONE,) * 5),
         BFLOAT16_DOT: (_WIDE, _WIDE, *(_MIDDLE,) * 4, *(_PAIR,) * 4),
+        **_GROUPED_WIDE,
     },
 )
 _AVX2_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE)
 _NEON_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE, _ONE)
 _PLAIN_TILES = (_PAIR, _ONE, _ONE)
-AVX2 = Isa("avx2", {FLOAT32: _AVX2_TILES, BFLOAT16: _AVX2_TILES, BFLOAT16_DOT: _AVX2_TILES})
-NEON = Isa("neon", {FLOAT32: _NEON_TILES, BFLOAT16: _NEON_TILES, BFLOAT16_DOT: _NEON_TILES})
-PLAIN = Isa("plain", {FLOAT32: _PLAIN_TILES, BFLOAT16: _PLAIN_TILES, BFLOAT16_DOT: _PLAIN_TILES})
+AVX2 = Isa("avx2", {FLOAT32: _AVX2_TILES, BFLOAT16: _AVX2_TILES, BFLOAT16_DOT: _AVX2_TILES, **_GROUPED_NARROW})
+NEON = Isa("neon", {FLOAT32: _NEON_TILES, BFLOAT16: _NEON_TILES, BFLOAT16_DOT: _NEON_TILES, **_GROUPED_NARROW})
+PLAIN = Isa("plain", {FLOAT32: _PLAIN_TILES, BFLOAT16: _PLAIN_TILES, BFLOAT16_DOT: _PLAIN_TILES, **_GROUPED_NARROW})
 
 
 @lru_cache(maxsize=1)

@@ -1,15 +1,16 @@
 """The linear layer: one unit of work is a few panels of output columns for all, or some, of the rows.
 
 What a unit reads again and again stays in the second level cache: it goes through its rows in blocks, and where rows
-are long through k in stretches, keeping the totals of each stretch for the next. Neither changes a sum.
+are long through k in stretches, keeping the totals of each stretch for the next. Neither changes a sum. Weights in
+groups are read as they are by few rows, and unpacked to float32 for many, panel by panel: the same bits, too.
 """
 
 from __future__ import annotations
 
 from . import table as t
-from .isa import BFLOAT16_DOT
+from .isa import BFLOAT16_DOT, FIRST_GROUPED, FLOAT32
 from .jit import kernel
-from .memory import load_i64
+from .memory import call_address, load_i64, store_i64
 from .product import FORMAT_BYTES, product
 from .rounding import round_columns, rounded_stride
 from .table import rows_of, word
@@ -39,37 +40,52 @@ def linear_units(row: int, state: int) -> int:
 
 @kernel
 def multiply(
-    row: int, state: int, panel: int, x: int, x_stride: int, rows: int, begin: int, end: int, totals: int, out: int
+    row: int,
+    state: int,
+    panel: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    begin: int,
+    end: int,
+    totals: int,
+    out: int,
+    panels: int,
+    read_as: int,
+    table: int,
+    at: int,
+    step_bytes: int,
+    chain_bytes: int,
+    ahead: int,
 ) -> None:
-    """Rows of x times the unit's panels over k begin .. end - 1.
+    """Rows of x times `panels` panels from `panel` on over k begin .. end - 1.
 
-    Totals start at `totals` unless `begin` is 0, and stay there unless `end` is the last k: then bias and residual are
-    added and the result goes to `out`.
+    The first panel's k `begin` lies at `at` past the address in `table`. Totals start at `totals` unless `begin` is 0,
+    and stay there unless `end` is the last k: then bias and residual are added and the result goes to `out`. Meanwhile
+    memory is asked for from `ahead` past the address of the weights on.
     """
-    last, k = end == word(row, t.K), word(row, t.K)
-    panel_bytes, blocks = word(row, t.PANEL_BYTES), (end - begin + CHAIN - 1) // CHAIN
-    panels = min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel)
-    at = panel * panel_bytes + panel_bytes // k * begin
+    last, k, panel_bytes = end == word(row, t.K), word(row, t.K), word(row, t.PANEL_BYTES)
+    blocks = (end - begin + CHAIN - 1) // CHAIN
     totals_stride = word(row, t.UNIT_PANELS) * 64
     bias = word(row, t.BIAS)
     product(
         word(state, t.TILES),
-        word(row, t.WEIGHT_FORMAT),
+        read_as,
         rows,
         panels,
         x,
         x_stride,
-        row + 8 * t.WEIGHT,  # the table of panels has one entry: the address of the first
+        table,
         0,
         0,
         panel_bytes,
         at,
         blocks,
-        CHAIN * panel_bytes // k,
+        chain_bytes,
         1,
         CHAIN,
         end - begin - CHAIN * (blocks - 1),
-        64,
+        step_bytes,
         totals if begin else 0,
         totals_stride,
         out if last else totals,
@@ -79,10 +95,52 @@ def multiply(
         row + 8 * t.WEIGHT,
         0,
         0,
-        at + NEAR,
+        ahead,
         panel_bytes,
-        panel_bytes // k * (end - begin),
+        panel_bytes * (end - begin) // k,
     )
+
+
+@kernel
+def multiply_packed(
+    row: int, state: int, panel: int, x: int, x_stride: int, rows: int, begin: int, end: int, totals: int, out: int
+) -> None:
+    """The unit's panels as they lie in memory: the table of panels has one entry, the address of the first."""
+    panels = min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel)
+    panel_bytes, k = word(row, t.PANEL_BYTES), word(row, t.K)
+    at = panel * panel_bytes + panel_bytes * begin // k
+    multiply(
+        row, state, panel, x, x_stride, rows, begin, end, totals, out, panels, word(row, t.WEIGHT_FORMAT),
+        row + 8 * t.WEIGHT, at, word(row, t.STEP_BYTES), panel_bytes * CHAIN // k, at + NEAR,
+    )  # fmt: skip
+
+
+@kernel
+def multiply_unpacked(
+    row: int,
+    state: int,
+    panel: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    begin: int,
+    end: int,
+    totals: int,
+    out: int,
+    scratch: int,
+) -> None:
+    """The unit's panels one by one, each unpacked to float32 at `scratch` for all rows."""
+    panel_bytes, k = word(row, t.PANEL_BYTES), word(row, t.K)
+    formats = word(state, t.TILES) + word(row, t.WEIGHT_FORMAT) * FORMAT_BYTES
+    groups = (end - begin) * panel_bytes // (k * word(row, t.STEP_BYTES))
+    store_i64(scratch, scratch + 64)
+    for number in range(min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel)):
+        at = (panel + number) * panel_bytes + panel_bytes * begin // k
+        call_address(load_i64(formats + 16), (word(row, t.WEIGHT) + at, scratch + 64, groups))
+        multiply(
+            row, state, panel + number, x, x_stride, rows, begin, end, totals + number * 64, out + number * 64, 1,
+            FLOAT32, scratch, 0, 64, CHAIN * 64, at,
+        )  # fmt: skip
 
 
 def linear(row: int, state: int, unit: int, thread: int) -> None:
@@ -93,11 +151,15 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
     x_stride, rows, k = word(row, t.X_STRIDE), last - first, word(row, t.K)
     x = word(row, t.X) + (first + word(row, t.ROW_BEGIN)) * x_stride
     out = word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64
-    is_dot = word(row, t.WEIGHT_FORMAT) == BFLOAT16_DOT
+    read_as = word(row, t.WEIGHT_FORMAT)
+    tall = load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES)
+    unpacks = read_as >= FIRST_GROUPED and rows > tall
+    if unpacks:
+        tall = load_i64(word(state, t.TILES) + FLOAT32 * FORMAT_BYTES)
+    is_dot = read_as == BFLOAT16_DOT
     rounds = is_dot and not word(row, t.X_ROUNDED)
     x_bytes = 2 if is_dot else 4
     # A single tile of rows reads every weight once, in order: nothing is gained by stretches.
-    tall = load_i64(word(state, t.TILES) + word(row, t.WEIGHT_FORMAT) * FORMAT_BYTES)
     stretch = STRETCH if rows > tall and rows * k * x_bytes > BLOCK_BYTES else k
     most = max(tall, BLOCK_BYTES // (min(stretch, k) * x_bytes))
     if rounds or stretch < k:
@@ -113,5 +175,8 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
             source = scratch
         for start in range(0, k, stretch):
             stop = min(k, start + stretch)
-            target = out + begin * word(row, t.OUT_STRIDE)
-            multiply(row, state, panel, source + start * x_bytes, stride, end - begin, start, stop, totals, target)
+            target, at = out + begin * word(row, t.OUT_STRIDE), source + start * x_bytes
+            if unpacks:
+                multiply_unpacked(row, state, panel, at, stride, end - begin, start, stop, totals, target, scratch)
+            else:
+                multiply_packed(row, state, panel, at, stride, end - begin, start, stop, totals, target)

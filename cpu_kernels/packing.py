@@ -3,7 +3,7 @@
     float32   [ceil(N / 16), K, 16] float32
     bfloat16  [ceil(N / 16), ceil(K / 2), 16, 2] uint16, the two k of a pair side by side in one 32-bit lane
 
-N and K are filled up with zeros.
+N and K are filled up with zeros. (Weights in groups of codes: see `groups`.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from .groups import GROUP_FORMATS
 from .isa import BFLOAT16, FLOAT32
 from .vectors import LANES
 
@@ -26,7 +27,14 @@ def round_up(value: int, multiple: int) -> int:
 
 def panel_bytes(weight_format: int, cols: int) -> int:
     """Bytes of one panel of 16 columns with `cols` k."""
+    if weight_format in GROUP_FORMATS:
+        return cols // GROUP_FORMATS[weight_format].size * GROUP_FORMATS[weight_format].bytes
     return cols * 64 if weight_format == FLOAT32 else round_up(cols, 2) * 32
+
+
+def step_bytes(weight_format: int) -> int:
+    """Bytes of a panel that one step of a tile reads."""
+    return GROUP_FORMATS[weight_format].bytes if weight_format in GROUP_FORMATS else 64
 
 
 def to_bfloat16(values: Float32) -> NDArray[np.uint16]:

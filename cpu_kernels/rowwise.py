@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from . import table as t
-from .isa import BFLOAT16
+from .isa import BFLOAT16, FIRST_GROUPED
 from .jit import kernel
-from .memory import float_of_bits, load_f32, load_i32, load_u32, store_f32
+from .memory import call_address, float_of_bits, load_f32, load_i32, load_i64, load_u32, store_f32
+from .product import FORMAT_BYTES
 from .rounding import round_rows
 from .table import float_word, rows_of_unit, word
 from .vectors import Vector, exp, fma, load, select_range, splat, store, sum_lanes
@@ -26,9 +27,15 @@ GELU_CUBIC = np.float32(2.0 * np.sqrt(2.0 / np.pi) * 0.044715)
 def embed(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] = table[tokens[t]] * scale, gathered out of the packed panels."""
     scale, width = float_word(row, t.SCALAR), word(row, t.WIDTH)
+    unpacked = word(state, t.LINEAR_SCRATCH) + thread * word(state, t.LINEAR_BYTES)
+    unpack = load_i64(word(state, t.TILES) + word(row, t.WEIGHT_FORMAT) * FORMAT_BYTES + 16)
     for index in range(*rows_of_unit(row, state, unit)):
         token = load_i32(word(state, t.TOKENS) + 4 * index)
-        source = word(row, t.WEIGHT) + (token >> 4) * word(row, t.PANEL_BYTES) + (token & 15) * 4
+        panel = word(row, t.WEIGHT) + (token >> 4) * word(row, t.PANEL_BYTES)
+        if word(row, t.WEIGHT_FORMAT) >= FIRST_GROUPED:
+            call_address(unpack, (panel, unpacked, word(row, t.PANEL_BYTES) // word(row, t.STEP_BYTES)))
+            panel = unpacked
+        source = panel + (token & 15) * 4
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
         if word(row, t.WEIGHT_FORMAT) == BFLOAT16:
             for k in range(0, width, 2):  # a lane holds two k; the second of an odd width is a zero

@@ -12,6 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from .emit import BYTE, Values, loop
+from .group_steps import grouped_step
+from .groups import GROUP_FORMATS
 from .isa import BFLOAT16, BFLOAT16_DOT, FLOAT32, host_has_dot
 from .memory import INT64, POINTER
 from .vectors import FLOATS, INTS, LANES, int_constant, multiply_add, splat_value
@@ -25,16 +27,21 @@ class Step:
     """How one step over k is computed. `emit(builder, sums, weights, xs, odd)` returns the new sums.
 
     `weights` are pointers to each panel's 16 lanes, `xs` pointers to each row's next activation, `sums[r][p]` vectors;
-    `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x.
+    `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x. `asks`: it asks itself for
+    what it will read, and the tile need not.
     """
 
     k_per_step: int
     x_bytes: int
     unroll: int
     emit: Callable[[Any, list[Values], Values, Values, bool], list[Values]]
+    asks: bool = False
 
 
 def step_of(weight_format: int) -> Step:
+    if weight_format in GROUP_FORMATS:
+        size = GROUP_FORMATS[weight_format].size
+        return Step(size, 4 * size, 1, lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs), True)
     return {
         FLOAT32: Step(1, 4, 4, _float32),
         BFLOAT16: Step(2, 8, 2, _bfloat16),

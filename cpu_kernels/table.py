@@ -27,6 +27,7 @@ PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, ATTENTION, ACTIVATION, SELECT_ROWS
     WIDTH,                   # columns of the result
     WEIGHT, WEIGHT_FORMAT,   # address of the first panel (or of a vector)
     PANELS, PANEL_BYTES,     # panels of 16 columns
+    STEP_BYTES,              # bytes of a panel that a tile's step reads
     K,                       # elements of one row of x that the product reads
     UNIT_PANELS,             # panels that one unit of work covers
     BIAS,                    # address, 0: none
@@ -39,7 +40,7 @@ PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, ATTENTION, ACTIVATION, SELECT_ROWS
     Q_NORM, K_NORM,          # addresses of head norms, 0: none
     K_OFFSET, V_OFFSET,      # where this layer's K and V lie in a block, in bytes
     WINDOW,                  # tokens a query may look back, itself included; 0: everything
-) = range(29)
+) = range(30)
 # fmt: on
 ROW_WORDS = 32
 ROW_BYTES = 8 * ROW_WORDS

@@ -10,9 +10,9 @@ The k are divided into `blocks`, each a chain from zero whose result is added to
 chain grow with its length. Totals start at zero, or at `totals` where a call before this one left them. A block's k
 come in `segments` (a V panel continues in the next block of the pool). Panel p of segment g of block b starts at
     table[g * segment_step + p * panel_step] + panel_offset + p * panel_stride + b * block_stride           (bytes)
-and its next step lies `step_stride` bytes on. One step is one k of 16 float32, or two k (even in the low half) of 16
-bfloat16 pairs (see `steps`). Every segment has `k` elements but the very last, which has `last_k`; x runs on through
-all of them.
+and its next step lies `step_stride` bytes on. One step is one k of 16 float32, two k (even in the low half) of 16
+bfloat16 pairs, or a group of k (see `steps`). Every segment has `k` elements but the very last, which has `last_k`;
+x runs on through all of them.
 
 A tile repeats this for `groups` groups of panels, one behind the other. Meanwhile it asks for memory that will be read
 later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step of a segment (or of
@@ -30,6 +30,8 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from .emit import BYTE, Body, Values, loop
+from .group_steps import emit_unpack, unpack_name
+from .groups import GROUP_FORMATS
 from .isa import FORMAT_NAMES, Isa
 from .memory import INT64, POINTER, prefetch
 from .steps import ROUNDING, Step, emit_rounding, step_of
@@ -147,7 +149,7 @@ class _TileEmitter:
                 x_at, ahead, w_at, *flat = current
                 nested = self.nested(flat)
                 for _ in range(repeat):
-                    for p in range(self.width):
+                    for p in range(0 if step.asks else self.width):
                         prefetch(builder, builder.inttoptr(builder.add(ahead, INT64(64 * p)), POINTER))
                     weights = [self.offset(panel, w_at) for panel in panels]
                     xs = [self.offset(row, x_at) for row in self.x_rows]
@@ -203,18 +205,22 @@ def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
             for width in widths:
                 function = ir.Function(module, kind, tile_name(weight_format, rows, width))
                 _TileEmitter(function, step_of(weight_format), rows, width).emit()
+        if weight_format in GROUP_FORMATS:
+            emit_unpack(module, weight_format)
     emit_rounding(module)
     return module
 
 
 def tile_names(isa: Isa, formats: Sequence[int]) -> list[str]:
     shapes = [(f, r, widths) for f in formats for r, widths in enumerate(isa.tiles[f], start=1)]
-    return [ROUNDING, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
+    unpacking = [unpack_name(f) for f in formats if f in GROUP_FORMATS]
+    return [ROUNDING, *unpacking, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
 
 
 # Kernels find a tile at [format, rows, panels]: the address and width of the widest one that fits in `panels` panels.
-# [format, 0, 0] holds the most rows that a tile has, [format, 0, 1] the address of the function that rounds rows.
-TABLE_SHAPE = (8, 16, 16, 2)
+# [format, 0, 0] holds the most rows that a tile has; [format, 0, 1] the address of the function that rounds rows, or
+# that unpacks a panel of the format.
+TABLE_SHAPE = (16, 16, 16, 2)
 
 
 def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -> NDArray[np.int64]:
@@ -222,7 +228,9 @@ def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -
     table = np.zeros(TABLE_SHAPE, dtype=np.int64)
     for weight_format in formats:
         table[weight_format, 0, 0] = len(isa.tiles[weight_format])
-        table[weight_format, 0, 1] = addresses[ROUNDING]
+        table[weight_format, 0, 1] = addresses[
+            unpack_name(weight_format) if weight_format in GROUP_FORMATS else ROUNDING
+        ]
         for rows, widths in enumerate(isa.tiles[weight_format], start=1):
             for width in reversed(widths):
                 entry = addresses[tile_name(weight_format, rows, width)], width

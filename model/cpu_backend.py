@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..cpu_kernels import table as t
 from ..cpu_kernels.compiler import Kernels, load_kernels
-from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT, FLOAT32, FORMAT_NAMES, host_has_dot, host_isa
+from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT, FLOAT32, FORMAT_NAMES, GROUPED, host_has_dot, host_isa
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.sampling import SampledArrays, SamplingArrays
 from ..cpu_kernels.selfcheck import dot_agrees
@@ -23,9 +23,9 @@ from .batch import Float32, StepBatch, StepResult
 from .cache import cache_directory
 from .cpu_memory import Bytes, map_bytes
 from .cpu_program import OperationTable, PoolLayout, Workspace, rounded_inputs
-from .cpu_weights import pack_weights
+from .cpu_weights import WEIGHT_DTYPES, pack_weights
 from .host import available_memory, usable_cpus
-from .program import Logits, Program
+from .program import Logits, Program, Weight
 from .weights import Checkpoint
 
 KV_LAYOUT_VERSION = 1
@@ -61,8 +61,13 @@ def _format(name: str, field: str) -> int:
     return FORMATS[name]
 
 
+def _names(formats: Iterable[int]) -> str:
+    return "+".join(FORMAT_NAMES[number] for number in sorted(set(formats)))
+
+
 class CpuBackend:
-    """Fulfils `backend.Backend`. `dtype` and `kv_dtype`: auto | float32 | bfloat16; activations are always float32.
+    """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int8 | int4 (see `cpu_weights.format_of`);
+    `kv_dtype`: auto | float32 | bfloat16. Activations are always float32.
 
     `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
     other files).
@@ -81,20 +86,23 @@ class CpuBackend:
         progress: Progress = _quiet,
         cache: Path | None = None,
     ) -> None:
-        weight_format = _format(dtype, "dtype")
-        kv_format = weight_format if kv_dtype == "auto" else _format(kv_dtype, "kv_dtype")
+        if dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not supported on the CPU; set dtype to {', '.join(WEIGHT_DTYPES)}")
+        kv_format = _format("float32" if (dtype, kv_dtype) == ("float32", "auto") else kv_dtype, "kv_dtype")
         self._limits, self._config = limits, program.config
         self._num_threads = threads or usable_cpus()
-        self._weight_format, self._kv_format = weight_format, kv_format
-        self._weights = pack_weights(program, checkpoint, weight_format, progress)
+        self._kv_format = kv_format
+        self._weights = pack_weights(program, checkpoint, dtype, progress)
+        held = frozenset(self._weights.formats.values())
         self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
-        dot = {BFLOAT16_DOT} if weight_format == BFLOAT16 and host_has_dot() else set()
-        self._tile_formats = sorted({weight_format, kv_format} | dot)
+        dot = {BFLOAT16_DOT} if BFLOAT16 in held and host_has_dot() else set()
+        unpacked = {FLOAT32} if held & set(GROUPED) else set()
+        self._tile_formats = sorted({kv_format} | held | dot | unpacked)
         kernels = load_kernels(host_isa(), self._tile_formats, cache or cache_directory() / "kernels", progress)
-        self._product_format = self._choose_product_format(kernels, progress)
-        rounded = rounded_inputs(program, self._product_format)
+        self._read_as = self._choose_read_as(kernels, progress)
+        rounded = rounded_inputs(program, self._read_as)
         self._workspace = Workspace(program, limits, self._num_threads, rounded)
-        table = OperationTable(self._weights, self._workspace, self._layout, self._product_format, self._num_threads)
+        table = OperationTable(self._weights, self._workspace, self._layout, self._read_as, self._num_threads)
         self._operations = table.build(program)
         self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
         self._state = self._new_state(kernels)
@@ -103,14 +111,16 @@ class CpuBackend:
         self._kept: tuple[object, ...] = ()
         self._team = Team(kernels.run_thread, self._state, self._num_threads)
 
-    def _choose_product_format(self, kernels: Kernels, progress: Progress) -> int:
-        """bfloat16 dot products where the processor has them and they compute what they should."""
+    def _choose_read_as(self, kernels: Kernels, progress: Progress) -> Mapping[Weight, int]:
+        """How products read each matrix: as it is held, but bfloat16 by dot products where the processor has them and
+        they compute what they should."""
+        held = self._weights.formats
         if BFLOAT16_DOT not in self._tile_formats:
-            return self._weight_format
-        if dot_agrees(kernels.tiles):
-            return BFLOAT16_DOT
-        progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
-        return self._weight_format
+            return held
+        if not dot_agrees(kernels.tiles):
+            progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
+            return held
+        return {weight: BFLOAT16_DOT if name == BFLOAT16 else name for weight, name in held.items()}
 
     def _new_state(self, kernels: Kernels) -> NDArray[np.int64]:
         config, workspace, state = self._config, self._workspace, np.zeros(t.STATE_WORDS, dtype=np.int64)
@@ -150,13 +160,13 @@ class CpuBackend:
 
     @property
     def description(self) -> str:
-        weights, kv = FORMAT_NAMES[self._weight_format], FORMAT_NAMES[self._kv_format]
-        dot = " with dot products" if self._product_format == BFLOAT16_DOT else ""
+        weights, kv = _names(self._weights.formats.values()), FORMAT_NAMES[self._kv_format]
+        dot = " with dot products" if BFLOAT16_DOT in self._read_as.values() else ""
         return f"cpu, {host_isa().name} kernels{dot}, {weights} weights, {kv} KV, {self._num_threads} threads"
 
     @property
     def kv_layout(self) -> str:
-        products, kv = FORMAT_NAMES[self._product_format], FORMAT_NAMES[self._kv_format]
+        products, kv = _names(self._read_as.values()), FORMAT_NAMES[self._kv_format]
         return f"cpu-{KV_LAYOUT_VERSION}-{host_isa().name}-{products}-{kv}"
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,15 +87,14 @@ def rounded_bytes(columns: int) -> int:
     return round_up(columns, 32) * 2
 
 
-def rounded_inputs(program: Program, product_format: int) -> frozenset[str]:
+def rounded_inputs(program: Program, read_as: Mapping[Weight, int]) -> frozenset[str]:
     """Buffers that dot products read and whose writers all can round what they write."""
-    if product_format != BFLOAT16_DOT:
-        return frozenset()
     config = program.config
     whole_heads = (
         config.queries_per_kv_head * config.head_dim % 32 == 0
     )  # an attention unit rounds 32 columns at a time
-    read = {op.x.name for op in program.ops if isinstance(op, Linear | Logits)}
+    products = [op for op in program.ops if isinstance(op, Linear | Logits)]
+    read = {op.x.name for op in products if read_as[op.weight] == BFLOAT16_DOT}
     for op in program.ops:
         out = getattr(op, "out", None)
         rounds = isinstance(op, RmsNorm | GatedActivation) or (isinstance(op, PagedAttention) and whole_heads)
@@ -171,13 +171,18 @@ class Workspace:
 
 
 class OperationTable:
-    """Writes a Program as rows of `cpu_kernels.table` words. Products read the weights as `product_format` says."""
+    """Writes a Program as rows of `cpu_kernels.table` words. Products read each matrix as `read_as` says."""
 
     def __init__(
-        self, weights: PackedWeights, workspace: Workspace, pool: PoolLayout, product_format: int, num_threads: int
+        self,
+        weights: PackedWeights,
+        workspace: Workspace,
+        pool: PoolLayout,
+        read_as: Mapping[Weight, int],
+        num_threads: int,
     ) -> None:
         self._weights, self._workspace, self._pool = weights, workspace, pool
-        self._product_format, self._num_threads = product_format, num_threads
+        self._read_as, self._num_threads = read_as, num_threads
         self._rows: list[Words] = [{t.OPCODE: t.PLAN}]
 
     def build(self, program: Program) -> NDArray[np.int64]:
@@ -194,7 +199,7 @@ class OperationTable:
     def _add(self, op: Op) -> None:
         match op:
             case Embed():
-                words = self._matrix(op.table, self._weights.weight_format) | self._output(op.out)
+                words = self._matrix(op.table, self._weights.formats[op.table]) | self._output(op.out)
                 self._rows.append({t.OPCODE: t.EMBED, t.SCALAR: float_bits(op.scale)} | words)
             case RmsNorm():
                 words = self._input(op.x) | self._output(op.out) | {t.SCALAR: float_bits(op.eps)}
@@ -228,13 +233,14 @@ class OperationTable:
         return {t.K_OFFSET: self._pool.key_offset(layer), t.V_OFFSET: self._pool.value_offset(layer)}
 
     def _matrix(self, weight: Weight, read_as: int) -> Words:
-        weight_format = self._weights.weight_format
+        weight_format = self._weights.formats[weight]
         panels = -(-weight.rows // 16)
         return {
             t.WEIGHT: self._weights.addresses[weight],
             t.WEIGHT_FORMAT: read_as,
             t.PANELS: panels,
             t.PANEL_BYTES: packing.panel_bytes(weight_format, weight.cols),
+            t.STEP_BYTES: packing.step_bytes(weight_format),
             t.K: round_up(weight.cols, 2) if weight_format == BFLOAT16 else weight.cols,
             t.UNIT_PANELS: self._unit_panels(panels, packing.panel_bytes(weight_format, weight.cols), weight.cols),
         }
@@ -247,8 +253,9 @@ class OperationTable:
         return max(1, min(MAX_UNIT_PANELS, math.ceil(panels / max(units, 2 * self._num_threads))))
 
     def _product(self, op: Linear | Logits) -> Words:
-        words = self._matrix(op.weight, self._product_format) | self._input(op.x) | self._output(op.out)
-        if op.x.name in self._workspace.rounded:
+        read_as = self._read_as[op.weight]
+        words = self._matrix(op.weight, read_as) | self._input(op.x) | self._output(op.out)
+        if read_as == BFLOAT16_DOT and op.x.name in self._workspace.rounded:
             words |= {t.X: self._workspace.rounded[op.x.name], t.X_STRIDE: rounded_bytes(op.x.width), t.X_ROUNDED: 1}
         return {t.OPCODE: t.LINEAR} | words
 

@@ -1,0 +1,114 @@
+"""Code for panels in groups (see `groups`): a tile's step over one group, and unpacking to a panel of float32.
+
+Both compute w = scale * code + least with the same instructions, and a tile goes on with one multiply-add for each k in
+order, as the float32 tile does. So a few rows through packed panels, many rows through unpacked ones, and float32
+weights of the same values give the same bits.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from .emit import BYTE, Values, loop
+from .groups import GROUP_FORMATS, GroupFormat
+from .isa import FORMAT_NAMES, host_features
+from .memory import INT64, POINTER, prefetch
+from .vectors import FLOATS, INTS, LANES, float_constant, int_constant, multiply_add, splat_value
+
+AHEAD = 2048  # bytes of its panel that a step asks for ahead of what it reads
+HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def host_has_half() -> bool:
+    """Whether float16 to float32 is an instruction."""
+    return "f16c" in host_features() or platform.machine() in ("aarch64", "arm64")
+
+
+def half_values(builder: Any, bits: Any) -> Any:
+    """16 float16 as float32, exactly; denormals too, whatever the processor does with those of float32."""
+    if host_has_half():
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    wide = builder.zext(bits, INTS)
+    magnitude = builder.and_(wide, int_constant(0x7FFF))
+    shifted = builder.add(builder.shl(magnitude, int_constant(13)), int_constant(112 << 23))
+    small = builder.fmul(builder.sitofp(magnitude, FLOATS), float_constant(2.0**-24))
+    is_small = builder.icmp_signed("<", magnitude, int_constant(0x0400))
+    value = builder.bitcast(builder.select(is_small, builder.bitcast(small, INTS), shifted), INTS)
+    sign = builder.shl(builder.and_(wide, int_constant(0x8000)), int_constant(16))
+    return builder.bitcast(builder.or_(value, sign), FLOATS)
+
+
+def _scales(builder: Any, group: GroupFormat, pointer: Any, offset: int) -> Any:
+    place = builder.gep(pointer, [INT64(offset)], source_etype=BYTE)
+    if group.scale == np.float32:
+        return builder.load(place, align=4, typ=FLOATS)
+    return half_values(builder, builder.load(place, align=2, typ=HALVES))
+
+
+def group_weights(builder: Any, group: GroupFormat, pointer: Any) -> Iterator[Any]:
+    """The weights of one group at `pointer`, k after k, 16 columns each.
+
+    Codes are masked where they lie, not shifted: what a code is too large by, the scale is too small by (a power of 2).
+    """
+    scale = _scales(builder, group, pointer, group.codes_bytes)
+    if group.has_least:
+        least = _scales(builder, group, pointer, group.codes_bytes + group.scale_bytes)
+    else:
+        least = builder.fmul(scale, float_constant(-(2.0 ** (group.bits - 1))))
+    mask, last = (1 << group.bits) - 1, 32 // group.bits - 1
+    for place in range(last + 1):
+        shift = group.bits * place
+        scaled = scale if place in (0, last) else builder.fmul(scale, float_constant(2.0**-shift))
+        for word in range(group.words):
+            raw = builder.load(builder.gep(pointer, [INT64(64 * word)], source_etype=BYTE), align=4, typ=INTS)
+            # The topmost code would set the sign where it lies.
+            code = (
+                builder.lshr(raw, int_constant(shift))
+                if place == last
+                else builder.and_(raw, int_constant(mask << shift))
+            )
+            yield multiply_add(builder, builder.sitofp(code, FLOATS), scaled, least)
+
+
+def grouped_step(builder: Any, weight_format: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
+    """sums[r][p] += x[r, k] * w[p, k] for the k of one group; asks for what each panel holds further on."""
+    group = GROUP_FORMATS[weight_format]
+    for panel in panels:
+        for line in range(-(-group.bytes // 64)):
+            prefetch(builder, builder.gep(panel, [INT64(AHEAD + 64 * line)], source_etype=BYTE))
+    for k, weights in enumerate(zip(*(group_weights(builder, group, panel) for panel in panels), strict=True)):
+        out = []
+        for row, x in zip(sums, xs, strict=True):
+            scalar = builder.load(builder.gep(x, [INT64(4 * k)], source_etype=BYTE), align=4, typ=ir.FloatType())
+            lanes = splat_value(builder, scalar)
+            out.append([multiply_add(builder, lanes, w, total) for w, total in zip(weights, row, strict=True)])
+        sums = out
+    return sums
+
+
+def unpack_name(weight_format: int) -> str:
+    return f"unpack_{FORMAT_NAMES[weight_format]}"
+
+
+def emit_unpack(module: ir.Module, weight_format: int) -> None:
+    """unpack_FORMAT(panel, out, groups): `groups` groups of a panel as a panel of float32."""
+    group = GROUP_FORMATS[weight_format]
+    kind = ir.FunctionType(ir.VoidType(), [INT64] * 3)
+    function = ir.Function(module, kind, unpack_name(weight_format))
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    panel, out, groups = function.args
+
+    def body(index: Any, current: Any) -> Values:
+        source = builder.inttoptr(builder.add(panel, builder.mul(index, INT64(group.bytes))), POINTER)
+        target = builder.inttoptr(builder.add(out, builder.mul(index, INT64(64 * group.size))), POINTER)
+        for k, weights in enumerate(group_weights(builder, group, source)):
+            builder.store(weights, builder.gep(target, [INT64(64 * k)], source_etype=BYTE), align=4)
+        return []
+
+    loop(builder, groups, [], body)
+    builder.ret_void()
