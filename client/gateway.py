@@ -46,6 +46,7 @@ SEND_BUFFER_BYTES = 32 << 10
 """Of a stream's socket: large buffers would take whole answers from the daemon for a reader who has stopped."""
 
 EMBEDDED_AT_ONCE = 16
+HEALTH_TIMEOUT_S = 5.0
 
 STREAMING = "kvpool.streaming"  # of a web.Request: the beginning of its answer has been sent
 
@@ -121,7 +122,11 @@ class Gateway:
     # ---- what there is
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        figures = await self._pool.stats()
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                figures = await self._pool.stats()
+        except TimeoutError:
+            return _json({"status": "unhealthy", "reason": "the daemon does not answer"}, 503)
         if figures.get("healthy") and not figures.get("draining"):
             return _json({"status": "ok"})
         reason = "draining" if figures.get("draining") else str(figures.get("health_reason", ""))
