@@ -22,6 +22,7 @@ from .errors import (
     TooLong,
     Unsupported,
 )
+from .keys_values import SequenceKV
 from .messages import ChatMessage, Usage
 from .results import Output, Result, TokenEvent
 from .sampling_params import SamplingParams
@@ -50,6 +51,7 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Sequence",
+    "SequenceKV",
     "ShuttingDown",
     "Stream",
     "Timeout",

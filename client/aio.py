@@ -14,6 +14,7 @@ from . import calls
 from .aio_connection import AsyncConnection
 from .aio_stream import AsyncStream
 from .calls import Question
+from .keys_values import KVPieces, SequenceKV
 from .messages import Generate, Submit, Welcome
 from .pool_map import PoolMap
 from .requests import (
@@ -304,6 +305,13 @@ class AsyncSequence:
     async def save(self, name: str) -> None:
         """As `Sequence.save`."""
         await self._client._ask(calls.save(self.sequence_id, name))
+
+    async def kv(self) -> SequenceKV:
+        """As `Sequence.kv`."""
+        pieces = KVPieces()
+        while pieces.missing:
+            pieces.add(await self._client._ask(calls.read_kv(self.sequence_id, pieces.position)))
+        return pieces.whole()
 
     async def share(self, *, uid: int | None = None, gid: int | None = None) -> None:
         """As `Sequence.share`."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ProtocolError
+from .keys_values import KVPiece
 from .messages import (
     Append,
     AttachSequence,
@@ -21,6 +22,7 @@ from .messages import (
     CloseSequence,
     Fork,
     OpenSequence,
+    ReadKV,
     Restore,
     Save,
     Share,
@@ -172,6 +174,10 @@ def save(sequence_id: str, name: str) -> Question[dict[str, Any]]:
 
 def restore(sequence_id: str, name: str) -> Question[int]:
     return Question("restore", lambda call_id: Restore(call_id, sequence_id, name), _num_tokens)
+
+
+def read_kv(sequence_id: str, begin: int) -> Question[KVPiece]:
+    return Question("kv", lambda call_id: ReadKV(call_id, sequence_id, begin), KVPiece.of)
 
 
 def snapshots() -> Question[list[dict[str, Any]]]:

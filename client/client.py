@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from . import calls
 from .calls import Question
 from .connection import Connection
+from .keys_values import KVPieces, SequenceKV
 from .messages import Welcome
 from .pool_map import PoolMap
 from .requests import (
@@ -323,6 +324,15 @@ class Sequence:
     def save(self, name: str) -> None:
         """Store the sequence with its computed blocks, under a name of this user."""
         self._client._ask(calls.save(self.sequence_id, name))
+
+    def kv(self) -> SequenceKV:
+        """A copy of its keys and values, of all layers, as attention reads them; of a sequence of this user. Of the
+        tokens that are computed: an answer's last one is not, nor is anything before the first answer. Busy where its
+        blocks change meanwhile."""
+        pieces = KVPieces()
+        while pieces.missing:
+            pieces.add(self._client._ask(calls.read_kv(self.sequence_id, pieces.position)))
+        return pieces.whole()
 
     def share(self, *, uid: int | None = None, gid: int | None = None) -> None:
         """Let another user, or a group, attach to it and fork it."""

@@ -352,9 +352,10 @@ class Core:
         elif isinstance(message, Finished):
             self._finished(message)
         elif isinstance(message, Reply):
+            value = self.shared.resolve(message.value)  # also where nobody waits any more: it takes up room
             pending = self._calls.pop(message.call_id, None)
             if pending is not None:
-                pending.settle(message.value)
+                pending.settle(value)
         elif isinstance(message, Notice):
             stream = self._streams.get(message.request_id)
             if stream is not None:

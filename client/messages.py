@@ -289,6 +289,15 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadKV:
+    """Ask for the keys and values of the sequence's computed tokens from position `begin` on, as many as fit."""
+
+    call_id: CallId
+    sequence_id: SequenceId
+    begin: Index = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """Let another user, or a group, attach to and fork the sequence: exactly one of `uid` and `gid`."""
 
@@ -420,6 +429,7 @@ ClientMessage = (
     | Truncate
     | Save
     | Restore
+    | ReadKV
     | Share
     | CloseSequence
 )
@@ -442,6 +452,7 @@ CLIENT_MESSAGES: dict[str, type[ClientMessage]] = {
     "truncate": Truncate,
     "save": Save,
     "restore": Restore,
+    "read_kv": ReadKV,
     "share": Share,
     "close": CloseSequence,
 }

@@ -6,9 +6,12 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from .errors import ConnectionLost, ProtocolError
 from .map_segment import MapReader
+from .messages import MAX_ROWS_BYTES
+from .schema import Blob, Mismatch
 from .session_arena import SessionArena
 
 
@@ -59,6 +62,17 @@ class SharedMemory:
         if self.arena is None:
             raise ProtocolError("this session has no arena", field="data")
         return self.arena.bulk.take(*data)
+
+    def resolve(self, value: Any) -> Any:
+        """An answer's value, with `data` in place of `in_arena`, which says where in the arena that lies."""
+        if not isinstance(value, dict) or "in_arena" not in value:
+            return value
+        try:
+            place = Blob(MAX_ROWS_BYTES).check(value["in_arena"])
+        except Mismatch as fault:
+            raise ProtocolError(fault.message, field="value.in_arena") from None
+        rest = {name: item for name, item in value.items() if name != "in_arena"}
+        return rest | {"data": self.read_rows(place)}
 
     def close(self) -> None:
         while self._fds:

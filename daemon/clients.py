@@ -46,9 +46,10 @@ from ..client.protocol import (
 from .config import Config
 from .delivery import SLOW_READER, Delivery, parcels_of
 from .engine import Engine, Output
+from .kv_service import KVService
 from .lingering import Lingering
 from .metrics import Metrics
-from .parcels import RowsParcel, Send
+from .parcels import Send, rows_parcel
 from .request import Request
 from .sequence_objects import SequenceObject, SequenceObjects
 from .sequence_service import SequenceService
@@ -101,6 +102,7 @@ class Clients:
             Goodbye: self._goodbye,
             Call: self._call,
             **SequenceService(self).handlers,
+            **KVService(self).handlers,
         }
 
     @property
@@ -285,7 +287,7 @@ class Clients:
             if again:
                 self.send(session, Tokens(self.engine.epoch, tuple(again)))
             for rows in sample.told:
-                self.delivery.give(session, RowsParcel(self.engine.epoch, request.request_id, rows))
+                self.delivery.give(session, rows_parcel(self.engine.epoch, request.request_id, rows))
             if sample.finished is not None:
                 self.send(session, sample.finished)
             self.engine.pace.set_granted(sample, None if message.credit is None else index + message.credit)

@@ -12,7 +12,7 @@ from ..client.errors import ProtocolError
 from ..client.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
 from ..client.ring import RingBatch
 from .engine import Engine, Output
-from .parcels import LOGITS, Letter, Parcel, RingTokens, RowsParcel, Send, Sent
+from .parcels import LOGITS, Letter, Parcel, RingTokens, Send, Sent, rows_parcel
 from .prompt_rows import Rows
 from .request import Request
 from .sessions import Session
@@ -118,7 +118,7 @@ def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session,
         elif isinstance(message, Rows) and request.handle is not None and message.kind == LOGITS:
             logits[request, message.sample] = message.values
         elif isinstance(message, Rows):
-            yield session, RowsParcel(epoch, request.request_id, message)
+            yield session, rows_parcel(epoch, request.request_id, message)
         else:
             others.append((session, message))
     for session, records in rings.items():

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
+from ..client.protocol import DaemonMessage, encode
 from ..client.protocol import Rows as RowsMessage
-from ..client.protocol import encode
 from ..client.regions import Teller
 from ..client.ring import RingBatch
 from .prompt_rows import Rows
@@ -29,6 +31,9 @@ class Sent(Enum):
     FULL = "full"  # the peer does not read fast enough: try again later
     GONE = "gone"  # there is no such peer any more
 
+
+Blob = bytes | tuple[int, int]
+"""Bytes of a message, or where they lie in the arena's bulk region: cursor and number."""
 
 Send = Callable[[bytes, bytes], Sent]
 """Hands bytes to ZeroMQ for the peer with a routing id."""
@@ -49,37 +54,42 @@ class Letter:
         return send(session.routing_id, self._data)
 
 
-class RowsParcel:
-    """Rows of numbers, in the bulk region where there is one, and the message that tells of them.
+class BulkParcel:
+    """An array, in the bulk region where there is one, and the message that tells of it.
 
-    Only logits wait for room there: there is no end of them, and messages of that size would pile up.
+    `tell` makes the message, given the bytes or their place. `waits`: for room in the region, however long.
     """
 
-    def __init__(self, epoch: int, request_id: str, rows: Rows) -> None:
-        self._epoch = epoch
-        self._request_id = request_id
-        self._rows = rows
-        self._letter: Letter | None = None  # once it is known where the rows lie
+    def __init__(self, values: NDArray[Any], tell: Callable[[Blob], DaemonMessage], *, waits: bool) -> None:
+        self._values = values
+        self._tell = tell
+        self._waits = waits
+        self._letter: Letter | None = None  # once it is known where the array lies
 
     def give(self, session: Session, send: Send) -> Sent:
         if self._letter is None:
             data = self._place(session)
             if data is None:
                 return Sent.FULL
-            rows = self._rows
-            message = RowsMessage(
-                self._epoch, self._request_id, rows.sample, rows.kind, rows.index, len(rows.values), data
-            )
-            self._letter = Letter(encode(message))
+            self._letter = Letter(encode(self._tell(data)))
         return self._letter.give(session, send)
 
-    def _place(self, session: Session) -> bytes | tuple[int, int] | None:
-        values = self._rows.values
-        if session.arena is not None and values.nbytes >= MIN_BULK_BYTES:
-            place = session.arena.bulk.put(values, Teller.MESSAGE)
-            if place is not None or self._rows.kind == LOGITS:
+    def _place(self, session: Session) -> Blob | None:
+        if session.arena is not None and self._values.nbytes >= MIN_BULK_BYTES:
+            place = session.arena.bulk.put(self._values, Teller.MESSAGE)
+            if place is not None or self._waits:
                 return place
-        return values.tobytes()
+        return self._values.tobytes()
+
+
+def rows_parcel(epoch: int, request_id: str, rows: Rows) -> BulkParcel:
+    """Rows about a request. Only logits wait for room: there is no end of them, and messages of that size would pile
+    up."""
+
+    def tell(data: Blob) -> DaemonMessage:
+        return RowsMessage(epoch, request_id, rows.sample, rows.kind, rows.index, len(rows.values), data)
+
+    return BulkParcel(rows.values, tell, waits=rows.kind == LOGITS)
 
 
 class RingTokens:

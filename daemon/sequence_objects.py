@@ -46,6 +46,7 @@ class SequenceObject:
     created_at: float = 0.0
     request: Request | None = None  # of its answer, the last one or that which is being generated
     being_saved: bool = False
+    truncations: int = 0  # with another number, a token that was computed may be another one
     shared_uids: set[int] = field(default_factory=set)
     shared_gids: set[int] = field(default_factory=set)
 
@@ -166,6 +167,7 @@ class SequenceObjects:
     def truncate(self, found: SequenceObject, num_tokens: int) -> None:
         found.require_idle()
         self._scheduler.truncate(found.sequence, self._length(found, num_tokens, "num_tokens"))
+        found.truncations += 1
 
     def generate(self, found: SequenceObject, request: Request) -> None:
         """Let it go on with the answer that the request asks for."""

@@ -39,11 +39,16 @@ class StepRunner:
     def kv_layout(self) -> str:
         return self._backend.kv_layout
 
-    def read(self, sequence: Sequence) -> NDArray[np.uint8]:
-        """(num_blocks, block_bytes) uint8: a sequence's blocks, from the device or the host. Not while a step runs."""
+    def read(self, sequence: Sequence, part: slice = slice(None)) -> NDArray[np.uint8]:
+        """(num_blocks, block_bytes) uint8: a sequence's blocks, or part of them, from the device or the host. Not while
+        a step runs."""
         if sequence.host_slots:
-            return self._host[sequence.host_slots]
-        return self._backend.read_blocks(sequence.block_table)
+            return self._host[sequence.host_slots[part]]
+        return self._backend.read_blocks(sequence.block_table[part])
+
+    def keys_values(self, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """What blocks contain: see `Backend.keys_values`."""
+        return self._backend.keys_values(data)
 
     def write(self, blocks: list[int], data: NDArray[np.uint8]) -> None:
         """The inverse of `read`, into blocks that nobody else uses. Not while a step runs."""

@@ -74,5 +74,9 @@ class Backend(Protocol):
     def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         """The inverse of `read_blocks`."""
 
+    def keys_values(self, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """What `read_blocks` returned, as numbers: (len(data), num_layers, 2, block_size, num_kv_heads, head_dim)
+        float32, the keys (rotated, as attention reads them) and the values of every token."""
+
     def close(self) -> None:
         """Stop threads and free memory. Idempotent."""

@@ -25,6 +25,7 @@ from .cpu_memory import Bytes, map_bytes
 from .cpu_program import OperationTable, PoolLayout, Workspace, rounded_inputs
 from .cpu_weights import WEIGHT_DTYPES, pack_weights
 from .host import available_memory, usable_cpus
+from .keys_values import panels_as_numbers
 from .program import Logits, Program, Weight
 from .weights import Checkpoint
 
@@ -204,6 +205,9 @@ class CpuBackend:
 
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> None:
         self._blocks()[np.asarray(blocks, dtype=np.intp)] = data
+
+    def keys_values(self, data: Bytes) -> Float32:
+        return panels_as_numbers(data, self._layout, self._config, self._limits.block_size, self._kv_format)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ..cuda_kernels import block_copy, cache, weight_formats
 from ..cuda_kernels.kv_formats import KV_FORMATS
 from ..cuda_kernels.layout import AttentionShape
 from .backend import BackendLimits, Progress
-from .batch import SamplingBatch, StepBatch, StepResult
+from .batch import Float32, SamplingBatch, StepBatch, StepResult
 from .cuda_attention import Attention, AttentionPlan
 from .cuda_device import Bytes, CudaDevice, CupyDevice, Work
 from .cuda_pool import CudaPool
@@ -35,6 +35,7 @@ from .cuda_program import (
 )
 from .cuda_staging import Mirror
 from .cuda_weights import DTYPES, upload_weights
+from .keys_values import planes_as_numbers
 from .program import Logits, PagedAttention, Program
 from .weights import Checkpoint
 
@@ -152,6 +153,9 @@ class CudaBackend:
 
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> None:
         self._pool.write(blocks, data)
+
+    def keys_values(self, data: Bytes) -> Float32:
+        return planes_as_numbers(data, self._attention.shape, self._config.num_layers)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -102,11 +102,8 @@ class Rig:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self.listener.bind(str(self.path))
         self.listener.listen(64)
-        self.harness = Harness(
-            num_blocks=256,
-            make_backend=lambda model, limits: ScriptedBackend(model.program, model.checkpoint, limits),
-            **harness,
-        )
+        scripted = {"make_backend": lambda model, limits: ScriptedBackend(model.program, model.checkpoint, limits)}
+        self.harness = Harness(**({"num_blocks": 256} | scripted | harness))
         self.lifelines: set[int] = set()
         self.sessions = Sessions(self.lifelines.add, self.lifelines.discard, arena_layout)
         self.timers = Timers()

@@ -127,6 +127,10 @@ class NumpyBackend:
         rows = np.ascontiguousarray(data, dtype=np.uint8).reshape(len(blocks), self.block_bytes)
         self.pool[list(blocks)] = rows.view(np.float32)
 
+    def keys_values(self, data: NDArray[np.uint8]) -> Float32:
+        shaped = np.ascontiguousarray(data).view(np.float32).reshape(len(data), *self._shape)
+        return shaped.transpose(0, 2, 1, 3, 4, 5)
+
     def close(self) -> None:
         if self._event >= 0:
             os.close(self._event)

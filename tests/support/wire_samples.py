@@ -33,6 +33,7 @@ from kvpool.client.protocol import (
     Hello,
     Notice,
     OpenSequence,
+    ReadKV,
     Reply,
     Restore,
     Rows,
@@ -75,6 +76,7 @@ SAMPLES: dict[str, Any] = {
     "truncate": Truncate(6, "s1", 9),
     "save": Save(7, "s1", "why"),
     "restore": Restore(8, "s3", "why"),
+    "read_kv": ReadKV(11, "s1", 256),
     "share": Share(9, "s1", uid=1000),
     "close": CloseSequence(10, "s1"),
     "welcome": Welcome(
