@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import calls
+from .address import Whereabouts
 from .aio_connection import AsyncConnection
 from .aio_stream import AsyncStream
 from .calls import Question
@@ -47,8 +48,11 @@ class AsyncClient:
         client_name: str = "",
         reconnect_s: float = DEFAULT_RECONNECT_S,
         arena: bool = True,
+        server_key: str | None = None,
+        key_file: str | None = None,
     ) -> None:
-        self._connection = AsyncConnection(address, timeout_s, client_name, reconnect_s, arena=arena)
+        where = Whereabouts(address, server_key, key_file)
+        self._connection = AsyncConnection(where, timeout_s, client_name, reconnect_s, arena=arena)
         self._stream_timeout_s = stream_timeout_s
 
     async def connect(self) -> Welcome:

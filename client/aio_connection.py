@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from .address import resolve_address
+from .address import Whereabouts
 from .connection import RETRY_S
 from .core import Core, State
 from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
 from .messages import Welcome
 from .stream_state import StreamState
-from .transport import Transport
+from .transport import Transport, open_transport
 
 T = TypeVar("T")
 
@@ -24,11 +23,11 @@ class AsyncConnection:
     """Owns the core and the transport; the event loop calls it when a socket has something."""
 
     def __init__(
-        self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0, *, arena: bool = True
+        self, where: Whereabouts, timeout_s: float, client_name: str, reconnect_s: float = 0.0, *, arena: bool = True
     ) -> None:
         self.timeout_s = timeout_s
         self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s, arena=arena)
-        self._address = address
+        self._where = where
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None
         self._state_changed = asyncio.Event()
@@ -109,12 +108,12 @@ class AsyncConnection:
     def _open(self) -> None:
         if self._closed:
             raise ConnectionLost("the client was closed")
-        transport = Transport(resolve_address(self._address, os.environ), RETRY_S)
+        transport = open_transport(self._where.resolve(), RETRY_S)
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         for fd in transport.filenos:
             self._loop.add_reader(fd, self.pump)
-        self.core.connected(time.monotonic())
+        transport.greet(self.core)
         self.pump()
 
     def _hang_up(self, core: Core | None = None) -> None:

@@ -1,11 +1,13 @@
-"""Commands that change something: `kvpool cancel`, `drain`, `reload`, `resize`, and the audit `fsck`."""
+"""Commands that change something: `kvpool cancel`, `drain`, `reload`, `resize`, `keygen`, and the audit `fsck`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from .client import Client
+from .curve import KEY_FILE_NAME, SERVER_KEY_NAME, write_key_files
 from .figures import parse_size, show_bytes
 
 
@@ -19,6 +21,9 @@ def add_commands(commands: Any) -> None:
     command.add_argument("size", help="20GiB, 512MiB or bytes")
     command.set_defaults(command=resize)
     commands.add_parser("fsck", help="audit the pool").set_defaults(command=fsck)
+    command = commands.add_parser("keygen", help="make keys for a daemon or a client of tcp://")
+    command.add_argument("file", type=Path, help="where the keys go; the public one alone goes to FILE.pub")
+    command.set_defaults(command=keygen)
 
 
 def _pool(options: argparse.Namespace) -> Client:
@@ -64,3 +69,13 @@ def fsck(options: argparse.Namespace) -> int:
         if name != "consistent":
             print(f"{name}: {value}")
     return 1
+
+
+def keygen(options: argparse.Namespace) -> int:
+    path: Path = options.file
+    public = write_key_files(path).public.decode()
+    print(f"made {path} (for its owner only) and {path}.pub")
+    print(f"a daemon's:  server_key_file = {str(path)!r}; its clients have {SERVER_KEY_NAME}='{public}'")
+    print(f"a client's:  {KEY_FILE_NAME}={path}; the daemon's authorised_keys has the line")
+    print(f"{path.stem} USER {public}")
+    return 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from .address import Address, candidate_addresses, resolve_address
+from .address import Address, RemoteAddress, candidate_addresses, resolve_address
 from .cli_tools import TOOLS, missing_packages
 from .client import Client
 from .errors import KVPoolError
@@ -72,6 +72,7 @@ def examine(address: str | None, environ: Mapping[str, str]) -> Iterator[Finding
     yield Finding("python", True, f"{platform.python_version()}, {sys.executable}")
     yield from map(_package, PACKAGES)
     yield _descriptors()
+    found: Address | RemoteAddress
     try:
         found = resolve_address(address, environ)
     except KVPoolError as error:
@@ -80,8 +81,9 @@ def examine(address: str | None, environ: Mapping[str, str]) -> Iterator[Finding
         found = candidate_addresses(environ)[0]
     else:
         yield Finding("address", True, str(found))
-    yield from _socket(found)
-    yield _lock(found)
+    if isinstance(found, Address):
+        yield from _socket(found)
+        yield _lock(found)
     yield from _daemon(found)
     yield from _daemon_half()
 
@@ -139,7 +141,7 @@ def _lock(address: Address) -> Finding:
     return Finding("lock", True, f"held by process {pid} ({command})")
 
 
-def _daemon(address: Address) -> Iterator[Finding]:
+def _daemon(address: Address | RemoteAddress) -> Iterator[Finding]:
     try:
         with Client(str(address), timeout_s=CONNECT_TIMEOUT_S, client_name="kvpool doctor") as pool:
             welcome = pool.connect()

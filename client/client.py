@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import calls
+from .address import Whereabouts
 from .calls import Question
 from .connection import Connection
 from .keys_values import KVPieces, SequenceKV
@@ -45,6 +46,9 @@ class Client:
     listens within `reconnect_s` (it may then take up to `timeout_s` to be ready). 0: they fail at once.
 
     `arena=False`: everything goes through messages, as with a daemon of another machine; the results are the same.
+
+    `address` may be `tcp://HOST:PORT` of another machine: then `key_file` is this client's (`kvpool keygen` makes it),
+    and `server_key` the daemon's public key or a file with it; None: `$KVPOOL_KEY_FILE` and `$KVPOOL_SERVER_KEY`.
     """
 
     def __init__(
@@ -56,8 +60,11 @@ class Client:
         client_name: str = "",
         reconnect_s: float = DEFAULT_RECONNECT_S,
         arena: bool = True,
+        server_key: str | None = None,
+        key_file: str | None = None,
     ) -> None:
-        self._connection = Connection(address, timeout_s, client_name, reconnect_s, arena=arena)
+        where = Whereabouts(address, server_key, key_file)
+        self._connection = Connection(where, timeout_s, client_name, reconnect_s, arena=arena)
         self._stream_timeout_s = stream_timeout_s
 
     # ---- the connection

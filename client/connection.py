@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from .address import resolve_address
+from .address import Whereabouts
 from .core import Core, State
 from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
 from .forking import after_fork_in_child
 from .messages import Welcome
 from .stream_state import StreamState
-from .transport import Transport
+from .transport import Transport, open_transport
 
 RETRY_S = 0.1
 """Between attempts to reconnect for requests that wait."""
@@ -36,17 +36,18 @@ class Connection:
     """Owns the core and, while connected, the transport. Safe to use from several threads."""
 
     def __init__(
-        self, address: str | None, timeout_s: float, client_name: str, reconnect_s: float = 0.0, *, arena: bool = True
+        self, where: Whereabouts, timeout_s: float, client_name: str, reconnect_s: float = 0.0, *, arena: bool = True
     ) -> None:
         self.timeout_s = timeout_s
         self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s, arena=arena)
-        self._address = address
+        self._where = where
         self._changed = threading.Condition(threading.Lock())
         self._transport: Transport | None = None
         self._poller = select.poll()
         self._make_wake_fd()
         self._driving = False
         self._closed = False
+        self._retry_at = 0.0  # monotonic seconds
         self._dropped: deque[StreamState] = deque()  # streams that were garbage-collected unread
         self._inherited: list[Transport] = []  # of the process this one was forked from
         after_fork_in_child(self._after_fork)
@@ -189,11 +190,11 @@ class Connection:
     def _open(self, timeout_s: float) -> None:
         if self._closed:
             raise ConnectionLost("the client was closed")
-        transport = Transport(resolve_address(self._address, os.environ), timeout_s)
+        transport = open_transport(self._where.resolve(), timeout_s)
         self._transport = transport
         for fd in (*transport.filenos, self._wake_fd):
             self._poller.register(fd, select.POLLIN)
-        self.core.connected(time.monotonic())
+        transport.greet(self.core)
         if self._driving:
             self._wake()
         self._pump()
@@ -212,10 +213,13 @@ class Connection:
     def _reconnect(self, limit_s: float) -> None:
         if not self.core.has_detached:
             raise self.core.last_error or ConnectionLost("not connected")
-        try:
+        pause_s = self._retry_at - time.monotonic()
+        if pause_s > 0:
+            self._changed.wait(min(limit_s, pause_s))
+            return
+        self._retry_at = time.monotonic() + RETRY_S
+        with contextlib.suppress(KVPoolError):
             self._open(min(limit_s, RETRY_S))
-        except KVPoolError:
-            self._changed.wait(min(limit_s, RETRY_S))
 
     # ---- streams that nobody holds any more
 

@@ -4,6 +4,8 @@
          ^                                                                             |
          +-------------------------- lost(), Closing, bad bytes -----------------------+
 
+A daemon of another machine has no lifeline: there CONNECTING comes before GREETING, and Welcome makes it READY.
+
 It knows no socket, no thread and no clock: a shell moves `outbox` and `lifeline_outbox` out and what arrives in, and
 says when the connection is lost. A lost connection fails every call at once. Requests with a linger time wait for the
 next session, and are attached to it; when it is the daemon that went away, the others do too, for `reconnect_s`. While
@@ -57,6 +59,7 @@ from .stream_state import StreamState
 
 class State(Enum):
     DISCONNECTED = auto()
+    CONNECTING = auto()  # to another machine: that takes a while
     GREETING = auto()
     TYING = auto()
     READY = auto()
@@ -116,8 +119,12 @@ class Core:
 
     # ---- the connection
 
+    def connecting(self) -> None:
+        """A connection to another machine has been begun; `connected` or `lost` will say what came of it."""
+        self._enter(State.CONNECTING)
+
     def connected(self, now_s: float = 0.0) -> None:
-        """Both sockets are open: say hello."""
+        """Somebody listens at the other end: say hello."""
         for stream in self._streams.values():
             if stream.detached_until is not None:
                 stream.detached_until = max(stream.detached_until, self._lost_at + self._patience_s)
@@ -138,6 +145,9 @@ class Core:
             call.settle(error=error)
         if self.state is State.READY:
             self._lost_at = now_s
+        if self.state is State.CONNECTING:  # nobody was there: who waited goes on waiting as long as before
+            self._enter(State.DISCONNECTED)
+            return
         for stream in list(self._streams.values()):
             may_resume = stream.detached_until is not None or isinstance(error, DaemonGone | ShuttingDown)
             wait_s = max(stream.linger_s, self._reconnect_s if may_resume else 0.0)
@@ -241,7 +251,7 @@ class Core:
                 self.outbox.append(encode(credit))
 
     def goodbye(self) -> None:
-        if self.state is not State.DISCONNECTED:
+        if self.state not in (State.DISCONNECTED, State.CONNECTING):
             self.outbox.append(encode(Goodbye()))
 
     def _begin(self, stream: StreamState, message: Submit | Generate) -> None:
@@ -291,12 +301,7 @@ class Core:
 
     def _lifeline_frame(self, frame: Frame) -> None:
         if frame.kind is FrameKind.ATTACHED and self.state is State.TYING:
-            for stream in self._streams.values():
-                if stream.detached_until is not None:
-                    stream.detached_until = None
-                    stream.resuming = True
-                    self.outbox.append(encode(stream.attach()))
-            self._enter(State.READY)
+            self._ready()
         elif frame.kind is FrameKind.ARENA and self.state is State.TYING and self._wants_arena:
             self.shared.enter_arena()
         elif frame.kind is FrameKind.POOL_MAP and self.state is State.READY:
@@ -306,14 +311,25 @@ class Core:
         else:
             raise ProtocolError(f"{frame.kind.name} came out of turn", field="lifeline")
 
+    def _ready(self) -> None:
+        for stream in self._streams.values():
+            if stream.detached_until is not None:
+                stream.detached_until = None
+                stream.resuming = True
+                self.outbox.append(encode(stream.attach()))
+        self._enter(State.READY)
+
     def _welcomed(self, message: Welcome) -> None:
         if self.state is not State.GREETING:
             raise ProtocolError("Welcome came out of turn")
         if message.version != PROTOCOL_VERSION:
             raise Unsupported(f"the daemon speaks protocol {message.version}, this client {PROTOCOL_VERSION}")
         self.welcome = message
-        self.lifeline_outbox += encode_frame(FrameKind.TOKEN, message.lifeline_token)
-        self._enter(State.TYING)
+        if message.lifeline_token:
+            self.lifeline_outbox += encode_frame(FrameKind.TOKEN, message.lifeline_token)
+            self._enter(State.TYING)
+        else:
+            self._ready()
 
     def _failed(self, message: Failed) -> None:
         error = from_code(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)

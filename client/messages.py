@@ -46,7 +46,7 @@ ROW_KINDS = {
 }
 MAX_ROWS_BYTES = 2**30
 NOTICE_KINDS = ("paused", "resumed", "preempted")
-CLOSING_REASONS = ("shutting_down", "protocol_error", "replaced", "lifeline_lost")
+CLOSING_REASONS = ("shutting_down", "protocol_error", "replaced", "lifeline_lost", "key_revoked")
 
 Epoch = Annotated[int, Integer(0, 2**63 - 1)]
 RequestId = Annotated[str, Name(max_bytes=128)]

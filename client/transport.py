@@ -1,4 +1,5 @@
-"""The two sockets of one connection: a DEALER for messages and the lifeline. Nothing here waits (but for the connect).
+"""The sockets of one connection: a DEALER for messages, and what says that the daemon is gone. Nothing here waits (but
+for the connect).
 
 After every use the DEALER is drained, because its descriptor signals only changes: whoever touches it leaves nothing
 unread behind.
@@ -11,13 +12,16 @@ import os
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from .address import Address
+from .address import Address, RemoteAddress
 from .codec import CLIENT_LIMITS
 from .core import Core, DaemonGone
-from .errors import KVPoolError, ProtocolError
+from .errors import ConnectionLost, KVPoolError, ProtocolError
 from .forking import after_fork_in_child
 from .lifeline import connect_lifeline
 
@@ -25,30 +29,42 @@ GRACE_S = 0.05  # after a hang-up, how long messages may still trickle out of Ze
 GRACE_LIMIT_S = 0.5
 GOODBYE_LINGER_MS = 100
 MAX_FDS = 4  # that one read of the lifeline takes; the daemon sends one at a time
+HEARTBEAT_MS, HEARTBEAT_LIMIT_MS = 10_000, 30_000  # to a daemon of another machine, by ZeroMQ's own thread
 
 
-class Transport:
-    """Opens both sockets at once. Raises ConnectionLost where no daemon listens."""
+def open_transport(address: Address | RemoteAddress, timeout_s: float) -> Transport:
+    """Raises ConnectionLost where no daemon listens (for another machine, `pump` does, a little later)."""
+    return RemoteTransport(address) if isinstance(address, RemoteAddress) else LocalTransport(address, timeout_s)
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        self._lifeline = connect_lifeline(address.lifeline_path, timeout_s)
+
+class Transport(ABC):
+    """`filenos`: of the DEALER, and of what tells of the end."""
+
+    filenos: tuple[int, int]
+    _close: Callable[[], object]
+
+    def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.LINGER, 0)
         self._dealer.setsockopt(zmq.RCVHWM, 0)  # credit bounds what can be on its way
         self._dealer.setsockopt(zmq.MAXMSGSIZE, CLIENT_LIMITS.max_message_bytes)
-        self._close = weakref.finalize(self, _close_all, os.getpid(), self._lifeline, self._dealer, self._context)
-        self._dealer.connect(address.endpoint)
-        after_fork_in_child(self._abandon_after_fork)
-        self.filenos: tuple[int, int] = (int(self._dealer.getsockopt(zmq.FD)), self._lifeline.fileno())
 
-    def pump(self, core: Core, lifeline_ready: bool = True) -> bool:
+    @abstractmethod
+    def greet(self, core: Core) -> None:
+        """Tell the core how far the connection is."""
+
+    @abstractmethod
+    def _read_end(self, core: Core) -> bool:
+        """Take in what came beside the messages; True when something did. Raises KVPoolError when it is the end."""
+
+    def pump(self, core: Core, end_ready: bool = True) -> bool:
         """Send what waits, take in what came; True when something came. Raises KVPoolError when the connection is over,
         after everything that arrived before its end was taken in."""
         self._flush(core)
         came = self._drain(core)
-        if lifeline_ready:
-            came = self._read_lifeline(core) or came
+        if end_ready:
+            came = self._read_end(core) or came
         if core.has_output:  # what came asked for an answer
             self._flush(core)
             came = self._drain(core) or came
@@ -61,10 +77,6 @@ class Transport:
             except zmq.Again:
                 break
             core.outbox.popleft()
-        if core.lifeline_outbox:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-                sent = self._lifeline.send(core.lifeline_outbox)
-                del core.lifeline_outbox[:sent]
 
     def _drain(self, core: Core) -> bool:
         came = False
@@ -83,7 +95,39 @@ class Transport:
         while self._dealer.poll(int(GRACE_S * 1000)) and time.monotonic() < give_up:
             self._drain(core)
 
-    def _read_lifeline(self, core: Core) -> bool:
+    def close(self, core: Core | None = None) -> None:
+        """Close both, first trying for a moment to send what `core` still has to say. Idempotent."""
+        if core is not None and core.outbox and not self._dealer.closed:
+            with contextlib.suppress(KVPoolError, zmq.ZMQError):
+                self._flush(core)
+                self._dealer.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
+        self._close()
+
+
+class LocalTransport(Transport):
+    """On one machine the lifeline tells of the end. Opens both sockets at once."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._lifeline = connect_lifeline(address.lifeline_path, timeout_s)
+        super().__init__()
+        self._close = weakref.finalize(
+            self, _close_all, os.getpid(), [self._dealer], self._context, self._lifeline.close
+        )
+        self._dealer.connect(address.endpoint)
+        after_fork_in_child(self._abandon_after_fork)
+        self.filenos = (int(self._dealer.getsockopt(zmq.FD)), self._lifeline.fileno())
+
+    def greet(self, core: Core) -> None:
+        core.connected(time.monotonic())
+
+    def _flush(self, core: Core) -> None:
+        super()._flush(core)
+        if core.lifeline_outbox:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                sent = self._lifeline.send(core.lifeline_outbox)
+                del core.lifeline_outbox[:sent]
+
+    def _read_end(self, core: Core) -> bool:
         """True when something came. Raises ConnectionLost when the daemon hung up."""
         try:
             data, fds, _, _ = socket.recv_fds(self._lifeline, 4096, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -97,24 +141,71 @@ class Transport:
         core.receive_lifeline(data, fds)
         return True
 
-    def close(self, core: Core | None = None) -> None:
-        """Close both, first trying for a moment to send what `core` still has to say. Idempotent."""
-        if core is not None and core.outbox and self._close.alive:
-            with contextlib.suppress(KVPoolError, zmq.ZMQError):
-                self._flush(core)
-                self._dealer.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
-        self._close()
-
     def _abandon_after_fork(self) -> None:
         """In a child process: let go of the parent's lifeline, so that the parent's death is still seen."""
         self._lifeline.close()
 
 
+class RemoteTransport(Transport):
+    """Between machines ZeroMQ's own events tell of the end: a connection that closes, or does not answer heartbeats."""
+
+    def __init__(self, address: RemoteAddress) -> None:
+        super().__init__()
+        self._address = address
+        dealer, events = self._dealer, self._context.socket(zmq.PAIR)
+        self._events = events
+        self._close = weakref.finalize(self, _close_all, os.getpid(), [dealer, events], self._context, lambda: None)
+        for option, value in {
+            zmq.IPV6: 1,
+            zmq.RECONNECT_IVL: -1,  # another connection is another session: the client begins it
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_LIMIT_MS,
+        }.items():
+            dealer.setsockopt(option, value)
+        if address.keys is not None:
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, address.keys.own.public)
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, address.keys.own.secret)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, address.keys.server)
+        dealer.monitor("inproc://events", zmq.EVENT_ALL)
+        self._events.connect("inproc://events")
+        dealer.connect(address.endpoint)
+        self.filenos = (int(dealer.getsockopt(zmq.FD)), int(self._events.getsockopt(zmq.FD)))
+
+    def greet(self, core: Core) -> None:
+        core.connecting()
+
+    def _read_end(self, core: Core) -> bool:
+        came = False
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = int(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))["event"])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                core.connected(time.monotonic())
+                came = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._drain_last(core)
+                raise DaemonGone("the daemon is gone, or cannot be reached any more")
+            elif event in _REFUSALS:
+                raise ConnectionLost(f"{self._address}: {_REFUSALS[event]}")
+        return came
+
+
+_REFUSALS: dict[int, str] = {
+    zmq.EVENT_CLOSED: "no daemon listens there",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the daemon does not know this client's key; add it to its authorised_keys",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no daemon that works without keys; set server_key and key_file",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the daemon has another key than server_key, or works without keys",
+}
+
+
 def _close_all(
-    pid: int, lifeline: socket.socket, dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]
+    pid: int,
+    sockets: list[zmq.Socket[bytes]],
+    context: zmq.Context[zmq.Socket[bytes]],
+    last: Callable[[], object],
 ) -> None:
     """Also when a transport is garbage-collected: a context that went first would wait for its socket for ever."""
     if os.getpid() == pid:  # ZeroMQ's sockets are not a forked child's to close
-        dealer.close()
+        for each in sockets:
+            each.close()
         context.term()
-    lifeline.close()  # last, so that a goodbye is on its way before the hang-up
+    last()  # the lifeline, so that a goodbye is on its way before the hang-up

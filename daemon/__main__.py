@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import cast
 
 from .. import __version__
@@ -33,12 +34,14 @@ from .devices import chosen_device, device_backend
 from .endpoint import Endpoint, open_endpoint, socket_path
 from .engine import DeviceLost, Engine
 from .journal import Journal
+from .keyring import ANYBODY, load_keyring
 from .ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, CUDA_AUTO_SHARE, Ledger, plan_memory
 from .logs import start_logging
 from .metrics import Metrics
 from .options import ConfigError
 from .prefix_cache import PrefixCache
 from .recovery import make_journal, take_up_all
+from .remote import Remote
 from .reservation import Reservation
 from .scheduler import Scheduler
 from .scrapes import Page, Scrapes, health_page, open_listener
@@ -124,6 +127,8 @@ def serve(
         server = _assemble(config, environ, model, limits, ledger, backend, endpoint, manager, stack, load_again)
         log.info("%s", backend.description)
         log.info("ready after %.1f s: %s on %s", time.monotonic() - started, model.name, path)
+        if endpoint.remote is not None:
+            log.info("clients of other machines: %s", endpoint.remote.endpoint)
         manager.ready(f"serving {model.name} on {path}")
         server.run()
         log.info("stopped")
@@ -193,7 +198,7 @@ def _assemble(
             max_model_len=limits.max_model_len,
         ),
     )
-    reloader = Reloader(config, load_again, limits.max_model_len, scheduler, journal)
+    reloader = Reloader(config, load_again, limits.max_model_len, scheduler, journal, endpoint.remote)
     clients = Clients(
         config,
         engine,
@@ -269,18 +274,21 @@ class Reloader:
         max_model_len: int,
         scheduler: Scheduler,
         journal: Journal | None,
+        remote: Remote | None,
     ) -> None:
         self._config = config
         self._load = load
         self._max_model_len = max_model_len
         self._scheduler = scheduler
         self._journal = journal
+        self._remote = remote
         self.clients: Clients | None = None
 
     def reload(self) -> list[str]:
         """The names of the settings that changed. Raises InvalidArgument, with nothing changed."""
         try:
             new = self._load()
+            keyring = load_keyring(new) if self._remote is not None else None
         except ConfigError as error:
             raise InvalidArgument(f"{error}; nothing was changed") from None
         changed, fixed = self._config.changed(new)
@@ -293,6 +301,12 @@ class Reloader:
         self._config = new
         if self.clients is not None:
             self.clients.config = new
+        if self._remote is not None and keyring is not None and self.clients is not None:
+            self._remote.keyring = replace(self._remote.keyring, users=keyring.users)
+            for session in self.clients.sessions:
+                if session.peer.remote not in (None, ANYBODY, *keyring.users.values()):
+                    log.info("session %s: its key is no longer authorised as it was", session.session_id)
+                    self.clients.close(session, "key_revoked")
         log.info("reloaded: %s", ", ".join(changed) or "nothing changed")
         return changed
 

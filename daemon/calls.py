@@ -80,6 +80,8 @@ class Calls:
 
     def _answer_watch_map(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         _require_admin(clients, session)
+        if session.peer.remote is not None:
+            raise Unsupported("the map is memory of another machine; ask for it with map", field="method")
         if session.lifeline is None:
             raise InvalidArgument("is attached first: the map comes over it", field="lifeline")
         if self._segment is None:

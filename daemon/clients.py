@@ -192,7 +192,8 @@ class Clients:
             raise Busy(f"{len(self.sessions)} clients are connected (max_clients)", retry_after_ms=1000)
         session = self.sessions.open(routing_id, peer, message.client_name, message.capabilities)
         self.metrics.sessions_total += 1
-        self.timers.at(self.now + self.config.lifeline_grace_s, lambda: self._check_lifeline(session))
+        if peer.remote is None:
+            self.timers.at(self.now + self.config.lifeline_grace_s, lambda: self._check_lifeline(session))
         self.send(
             session,
             Welcome(

@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..client.address import LOOPBACK_HOSTS, parse_tcp
+from ..client.curve import KEY_FILE_NAME, SERVER_KEY_NAME
 from .limits import OwnerLimits, SchedulerLimits
 from .options import (
     LISTEN,
     MODE,
     SWITCH,
+    TCP,
     ConfigError,
     Option,
     choice,
@@ -33,7 +36,7 @@ from .options import (
     whole,
 )
 
-FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S")
+FOREIGN_ENVIRONMENT = ("KVPOOL_CONFIG", "KVPOOL_CACHE_DIR", "KVPOOL_TIMEOUT_S", SERVER_KEY_NAME, KEY_FILE_NAME)
 """Names in the environment that begin like ours and are read by somebody else: command line, model room, clients."""
 
 MIN_JOURNAL_BYTES = 1 << 20
@@ -99,6 +102,11 @@ class Config:
     )
     threads: int | None = option(None, whole(1, 1024, auto=True), "threads of the CPU back end; auto: one per core")
     prefix_cache: bool = option(True, SWITCH, "keep blocks of finished sequences for prompts that begin the same way")
+    prefix_ttl_s: float = option(
+        0.0,
+        number(0.0, 31_536_000.0, "SECONDS"),
+        "how long such blocks are kept unused; 0: until their memory is needed",
+    )
     reservation: str = option(
         "on-demand",
         choice("on-demand", "max", "pow2", "oracle"),
@@ -107,11 +115,6 @@ class Config:
     host_pool_bytes: int = option(0, size(), "memory for blocks of preempted sequences; 0: recompute them")
     max_queued_requests: int = option(
         1024, whole(1, 1_000_000), "sequences waiting, all users together", reloadable=True
-    prefix_ttl_s: float = option(
-        0.0,
-        number(0.0, 31_536_000.0, "SECONDS"),
-        "how long such blocks are kept unused; 0: until their memory is needed",
-    )
     )
     ageing_s: float = option(
         10.0,
@@ -161,6 +164,22 @@ class Config:
     socket_group: str = option("", text("GROUP"), "group of the sockets; empty: the daemon's own")
     admin_group: str = option(
         "", text("GROUP"), "members may drain, reload, resize and cancel for others", reloadable=True
+    )
+    tcp_address: str = option(
+        "",
+        TCP,
+        "where clients of other machines connect, beside the Unix socket; without keys only on 127.0.0.1 or [::1]",
+    )
+    server_key_file: str = option(
+        "", text("PATH"), "the daemon's own keys for tcp_address, made by kvpool keygen; only its user may read them"
+    )
+    authorised_keys: str = option(
+        "", text("PATH"), "who may come over tcp_address: lines of NAME USER PUBLIC-KEY [admin]; read again at a reload"
+    )
+    remote_timeout_s: float = option(
+        30.0,
+        number(0.5, 3600.0, "SECONDS"),
+        "a client of another machine that answers no heartbeat for so long is gone",
     )
     metrics_address: str = option(
         "",
@@ -354,7 +373,16 @@ def _check_together(config: Config) -> None:
             f"journal_max_bytes {config.journal_max_bytes} cannot be used; set it to 1MiB or more, or journal to off"
         )
     if config.address.startswith("tcp://"):
-        raise ConfigError("address: tcp is not served; set the path of a Unix socket")
+        raise ConfigError("address: set the path of a Unix socket here, and tcp_address for other machines")
+    if bool(config.server_key_file) != bool(config.authorised_keys):
+        missing = "authorised_keys" if config.server_key_file else "server_key_file"
+        raise ConfigError(f"{missing}: is needed together with the other; set both, or none")
+    tcp = parse_tcp(config.tcp_address)
+    if tcp is not None and tcp[0] not in LOOPBACK_HOSTS and not config.authorised_keys:
+        raise ConfigError(
+            f"tcp_address: {config.tcp_address} can be reached from other machines, so it needs keys; "
+            f"set server_key_file and authorised_keys"
+        )
 
 
 @dataclass(frozen=True, slots=True)

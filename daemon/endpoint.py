@@ -23,6 +23,7 @@ from ..client.lifeline import LIFELINE_SUFFIX
 from .config import Config
 from .gate import Gate
 from .options import ConfigError
+from .remote import Remote, open_remote
 
 LOCK_SUFFIX = ".lock"
 BACKLOG = 1024
@@ -55,6 +56,7 @@ class Endpoint:
     router: zmq.Socket[bytes]
     gate: Gate  # where the router accepts, once it is opened; until then connections wait
     lifelines: socket.socket  # listening
+    remote: Remote | None  # for clients of other machines
     _lock: Lock
     _inherited: bool = False
     _closed: bool = field(default=False)
@@ -66,6 +68,8 @@ class Endpoint:
         self._closed = True
         self.gate.close()
         self.router.close(linger=int(linger_s * 1000))
+        if self.remote is not None:
+            self.remote.close(int(linger_s * 1000))
         self.context.term()
         self.gate.listener.close()
         self.lifelines.close()
@@ -80,11 +84,17 @@ def open_endpoint(config: Config, path: Path, inherited: Sequence[int] = ()) -> 
     _make_directory(path.parent)
     lock = Lock.take(_beside(path, LOCK_SUFFIX))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    remote: Remote | None = None
     try:
+        if config.tcp_address:
+            remote = open_remote(config, context, _router(context, config), path)
         router = _router(context, config)
         messages, lifelines = _adopt(path, inherited) if inherited else _bind(path, config)
-        return Endpoint(path, context, router, Gate(router, path, messages), lifelines, lock, bool(inherited))
+        gate = Gate(router, f"ipc://{path}", messages, path)
+        return Endpoint(path, context, router, gate, lifelines, remote, lock, bool(inherited))
     except BaseException:
+        if remote is not None:
+            remote.close(0)
         context.destroy(linger=0)
         lock.release()
         raise

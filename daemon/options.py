@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from ..client.address import parse_tcp
+
 
 class ConfigError(Exception):
     """A setting that cannot be used. The message says where it stands and what to set instead."""
@@ -198,6 +200,15 @@ def _parse_listen(value: object) -> str:
 
 
 LISTEN = Kind("PATH|HOST:PORT", _parse_listen, quote, "the path of a Unix socket, or 127.0.0.1:PORT, or empty")
+
+
+def _parse_tcp(value: object) -> str:
+    if value == "" or (isinstance(value, str) and parse_tcp(value)):
+        return str(value)
+    raise ValueError('set it to tcp://HOST:PORT, such as "tcp://192.0.2.7:9400", or to ""')
+
+
+TCP = Kind("tcp://HOST:PORT", _parse_tcp, quote, "tcp://HOST:PORT, or empty")
 
 
 def _parse_mode(value: object) -> int:

@@ -22,15 +22,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import zmq
 
+from ..client.protocol import Tokens
 from .background import Background
 from .clients import Clients
 from .endpoint import Endpoint
 from .engine import Engine
+from .gate import Gate
 from .health import health_of
 from .parcels import Sent
+from .remote import Remote
 from .scrapes import Scrapes
 from .service import Manager
 from .sessions import Peer, Sessions
@@ -44,6 +48,11 @@ SLOW_RETRY_S = 0.05
 OUT_OF_DESCRIPTORS_PAUSE_S = 0.5
 QUIET_BEFORE_AUDIT_S = 1.0
 BETWEEN_AUDITS_S = 10.0
+LOCAL, REMOTE = b"l", b"r"
+"""Each router has its own routing ids; sessions have them with one of these before."""
+
+CONFIRM_GONE_AFTER_S = (0.05, 1.0, 5.0)
+"""How long ZeroMQ may need to take a connection apart that it says is closed."""
 
 
 class Poller:
@@ -135,15 +144,14 @@ class Server:
         self._last_audit = 0.0
         self._was_healthy = True
         self._slow_retry_s = SLOW_RETRY_S
-        self._gate = endpoint.gate
-        self._gate.open()
-        self._known = {
-            self._router_fd,
-            signals.fileno(),
-            engine.runner.fileno(),
-            background.fileno(),
-            self._gate.fileno(),
-        }
+        self._remote = endpoint.remote
+        self._gates = [endpoint.gate] if self._remote is None else [endpoint.gate, self._remote.gate]
+        self._known = {self._router_fd, signals.fileno(), engine.runner.fileno(), background.fileno()}
+        if self._remote is not None:
+            self._known |= {self._remote.router_fd, self._remote.zap_fd}
+        for gate in self._gates:
+            gate.open()
+            self._known.add(gate.fileno())
         for fd in (*self._known, endpoint.lifelines.fileno()):
             poller.watch(fd)
         self._feed_watchdog()
@@ -173,7 +181,8 @@ class Server:
     def _timeout(self) -> float | None:
         """Seconds until something is due; 0: something is there already; None: only an event can change anything."""
         # The descriptor signals edges: whatever touched the socket since may have swallowed one.
-        if int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        routers = [self._router] if self._remote is None else [self._router, self._remote.router]
+        if any(int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN for router in routers):
             return 0.0
         dues = [self._timers.next_due, self._engine.wake_at, self._stop_at]
         now = time.monotonic()
@@ -190,14 +199,17 @@ class Server:
                 self._signal(number)
         if self._background.fileno() in ready:
             self._background.collect()
-        if self._gate.fileno() in ready:
-            self._mind_descriptors()
+        for gate in self._gates:
+            if gate.fileno() in ready:
+                self._mind_descriptors(gate)
+        if self._remote is not None:
+            self._dispatch_remote(self._remote, ready)
         listener = self._endpoint.lifelines
         for fd in ready - self._known:
             if fd == listener.fileno():
                 self._accept(listener)
-            elif fd == self._gate.listener.fileno():
-                self._gate.refuse()
+            elif (shut := self._gate_at(fd)) is not None:
+                shut.refuse()
             elif self.scrapes is not None and fd in self.scrapes:
                 self.scrapes.handle(fd)
             elif (ended := self._sessions.read(fd)) is not None:
@@ -214,40 +226,65 @@ class Server:
             return False
         peer = Peer.from_address(_peer_address(frames[-1])) if frames else None
         if peer is not None:
-            # More than one frame is no message of ours: joined, it cannot be read, and is answered like that.
-            data = frames[0].bytes if len(frames) == 1 else b"".join(frame.bytes for frame in frames) + b"\xc1"
-            self._clients.receive(routing.bytes, peer, data)
+            self._clients.receive(LOCAL + routing.bytes, peer, _joined(frames))
         return True
+
+    def _dispatch_remote(self, remote: Remote, ready: set[int]) -> None:
+        """What came from other machines: questions about keys, ends of connections, messages."""
+        if remote.zap_fd in ready:
+            remote.answer_questions()
+        for routing_id in remote.perhaps_gone():
+            for delay_s in CONFIRM_GONE_AFTER_S:
+                self._timers.at(self._clients.now + delay_s, partial(self._confirm_gone, REMOTE + routing_id))
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                routing, *frames = remote.router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            peer = remote.peer_of(routing.bytes, frames[-1]) if frames else None
+            if peer is not None:
+                self._clients.receive(REMOTE + routing.bytes, peer, _joined(frames))
+
+    def _confirm_gone(self, routing_id: bytes) -> None:
+        """Settle the session if nothing can be sent to it. If something can, its client makes nothing of it."""
+        session = self._sessions.get(routing_id)
+        if session is not None:
+            self._clients.send(session, Tokens(self._engine.epoch, ()))
 
     def _accept(self, listener: socket.socket) -> None:
         due = self._clients.now + self._clients.config.lifeline_grace_s
         self._timers.at(due, lambda: self._sessions.hang_up_overdue(self._clients.now))
-        self._mind_descriptors(out=not self._sessions.accept(listener, due))
+        self._mind_descriptors(self._endpoint.gate, out=not self._sessions.accept(listener, due))
 
-    def _mind_descriptors(self, *, out: bool = False) -> None:
+    def _gate_at(self, listener_fd: int) -> Gate | None:
+        return next((gate for gate in self._gates if gate.listener.fileno() == listener_fd), None)
+
+    def _mind_descriptors(self, noticed: Gate, *, out: bool = False) -> None:
         """Let nobody in while descriptors are short: who is there is served."""
-        if (self._gate.is_short() or out) and self._gate.is_open:
-            log.warning(
-                "short of file descriptors: no client is let in until there are fewer than %d", self._gate.ceiling
-            )
-            self._gate.shut()
-            self._poller.watch(self._gate.listener.fileno())
+        if (noticed.is_short() or out) and noticed.is_open:
+            log.warning("short of file descriptors: no client is let in until there are fewer than %d", noticed.ceiling)
+            for gate in self._gates:
+                gate.shut()
+                self._poller.watch(gate.listener.fileno())
             self._poller.unwatch(self._endpoint.lifelines.fileno())
             self._timers.at(self._clients.now + OUT_OF_DESCRIPTORS_PAUSE_S, self._let_in_again)
 
     def _let_in_again(self) -> None:
-        if not self._gate.has_room_again():
+        if not self._endpoint.gate.has_room_again():
             self._timers.at(self._clients.now + OUT_OF_DESCRIPTORS_PAUSE_S, self._let_in_again)
             return
         log.info("clients are let in again")
-        self._gate.open()
-        self._poller.unwatch(self._gate.listener.fileno())
+        for gate in self._gates:
+            gate.open()
+            self._poller.unwatch(gate.listener.fileno())
         self._poller.watch(self._endpoint.lifelines.fileno())
 
     def send(self, routing_id: bytes, data: bytes) -> Sent:
         """Hand a message to ZeroMQ for one peer."""
+        remote = self._remote if routing_id[:1] == REMOTE else None
+        router = self._router if remote is None else remote.router
         try:
-            self._router.send_multipart([routing_id, data], zmq.NOBLOCK)
+            router.send_multipart([routing_id[1:], data], zmq.NOBLOCK)
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
@@ -315,6 +352,11 @@ class Server:
             return False
         late = self._stop_at is not None and time.monotonic() >= self._stop_at
         return late or (self._engine.idle and self._background.idle)
+
+
+def _joined(frames: list[zmq.Frame]) -> bytes:
+    """More than one frame is no message of ours: joined, it cannot be read, and is answered like that."""
+    return frames[0].bytes if len(frames) == 1 else b"".join(frame.bytes for frame in frames) + b"\xc1"
 
 
 def _peer_address(frame: zmq.Frame) -> str:

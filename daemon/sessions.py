@@ -21,6 +21,7 @@ from ..client.errors import KVPoolError, ProtocolError
 from ..client.lifeline import FrameKind, FrameReader, PeerCredentials, encode_frame, peer_credentials
 from ..client.protocol import LIFELINE_TOKEN_BYTES
 from .arenas import SessionArena
+from .keyring import RemoteUser
 from .request import Request
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who sent a message, as the kernel says. pid is 0 where it belongs to another pid namespace."""
+    """Who sent a message, as the kernel says, or (`remote`) as its key says. pid is 0 for a process of another pid
+    namespace or another machine."""
 
     uid: int
     gid: int
     pid: int
+    remote: RemoteUser | None = None
 
     @classmethod
     def from_address(cls, address: str) -> Peer | None:
@@ -48,7 +51,8 @@ class Peer:
         parts = address.split(":")
         if len(parts) != 4 or not all(part.isdecimal() for part in parts[1:]):
             return None
-        return cls(*map(int, parts[1:]))
+        uid, gid, pid = map(int, parts[1:])
+        return cls(uid, gid, pid)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,17 +125,22 @@ class Sessions:
         return frozenset() if self._arena_layout is None else frozenset({ARENA})
 
     def open(self, routing_id: bytes, peer: Peer, client_name: str, wanted: Sequence[str] = ()) -> Session:
-        """A new session, waiting for its lifeline. `wanted`: capabilities that its client has."""
+        """A new session, waiting for its lifeline; those of other machines have none. `wanted`: capabilities that its
+        client has."""
+        local = peer.remote is None
         session = Session(
             routing_id,
             peer,
             client_name,
             secrets.token_hex(8),
-            secrets.token_bytes(LIFELINE_TOKEN_BYTES),
-            self.capabilities.intersection(wanted),
+            secrets.token_bytes(LIFELINE_TOKEN_BYTES) if local else b"",
+            self.capabilities.intersection(wanted) if local else frozenset(),
         )
         self._by_routing_id[routing_id] = session
-        self._by_token[session.token] = session
+        if local:
+            self._by_token[session.token] = session
+        elif peer.remote is not None:
+            log.info("session %s of uid %d has key %r", session.session_id, peer.uid, peer.remote.name)
         return session
 
     def close(self, session: Session) -> None:

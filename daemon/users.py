@@ -22,7 +22,9 @@ def is_member(peer: Peer, gid: int) -> bool:
 
 
 def is_admin(peer: Peer, admin_group: str) -> bool:
-    """Root, the daemon's own user, and the members of `admin_group`."""
+    """Root, the daemon's own user, and the members of `admin_group`; from other machines, keys that say so."""
+    if peer.remote is not None:
+        return peer.remote.admin
     if peer.uid in (0, os.geteuid()):
         return True
     if not admin_group:
