@@ -27,6 +27,7 @@ class UnitFile:
 SYSTEM_FILES = (
     UnitFile("kvpoold.service", "/etc/systemd/system/kvpoold.service"),
     UnitFile("kvpoold.socket", "/etc/systemd/system/kvpoold.socket"),
+    UnitFile("kvpool-gateway.service", "/etc/systemd/system/kvpool-gateway.service"),
     UnitFile("kvpool.sysusers.conf", "/etc/sysusers.d/kvpool.conf"),
     UnitFile("kvpool.tmpfiles.conf", "/etc/tmpfiles.d/kvpool.conf"),
     UnitFile("kvpool.toml", "/etc/kvpool/kvpool.toml", keep=True),
@@ -52,17 +53,22 @@ def user_files() -> tuple[UnitFile, ...]:
     )
 
 
-def daemon_command() -> str:
-    """The absolute path of the `kvpoold` beside the running interpreter. Raises ServiceError where there is none."""
-    beside = Path(sys.executable).with_name("kvpoold")
-    found = str(beside) if beside.exists() else shutil.which("kvpoold")
+def command_path(name: str) -> str:
+    """The absolute path of a command beside the running interpreter. Raises ServiceError where there is none."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
     if not found:
-        raise ServiceError("kvpoold is not installed beside this Python; install kvpool[daemon] first")
+        raise ServiceError(f"{name} is not installed beside this Python; install kvpool[daemon] first")
     return found
 
 
-def _text(source: str) -> str:
-    return resources.files("kvpool.systemd").joinpath(source).read_text(encoding="utf-8")
+def _text(file: UnitFile) -> str:
+    """A file's text, with the paths of the commands that it names."""
+    text = resources.files("kvpool.systemd").joinpath(file.source).read_text(encoding="utf-8")
+    for name in ("kvpoold", "kvpool"):
+        if (placeholder := f"@{name.upper()}@") in text:
+            text = text.replace(placeholder, command_path(name))
+    return text
 
 
 def _place(root: Path, target: str) -> Path:
@@ -86,15 +92,15 @@ def install(*, root: Path = Path("/"), user: bool = False) -> list[str]:
     """Write the unit files and reload systemd. Returns one line for each thing done. Raises ServiceError."""
     if not user and root == Path("/") and os.geteuid() != 0:
         raise ServiceError("a system service is installed by root; use sudo, or --user for your own")
-    command = daemon_command()
+    texts = {file: _text(file) for file in (user_files() if user else SYSTEM_FILES)}
     lines = []
-    for file in user_files() if user else SYSTEM_FILES:
+    for file, text in texts.items():
         path = _place(root, file.target)
         if file.keep and path.exists():
             lines.append(f"kept      {path} (yours)")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_text(file.source).replace("@KVPOOLD@", command), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         lines.append(f"wrote     {path}")
     lines += _run_where_possible(USER_COMMANDS if user else SYSTEM_COMMANDS, root)
     systemctl = "systemctl --user" if user else "systemctl"
@@ -108,7 +114,7 @@ def uninstall(*, root: Path = Path("/"), user: bool = False) -> list[str]:
     """Stop and disable the service and remove its files; the configuration, caches and state stay."""
     if not user and root == Path("/") and os.geteuid() != 0:
         raise ServiceError("a system service is removed by root; use sudo, or --user for your own")
-    units = ("kvpoold.service",) if user else ("kvpoold.socket", "kvpoold.service")
+    units = ("kvpoold.service",) if user else ("kvpool-gateway.service", "kvpoold.socket", "kvpoold.service")
     systemctl = ("systemctl", "--user") if user else ("systemctl",)
     lines = _run_where_possible(((*systemctl, "disable", "--now", *units),), root)
     for file in user_files() if user else SYSTEM_FILES:
@@ -131,7 +137,6 @@ def status(*, root: Path = Path("/"), user: bool = False) -> list[str]:
         elif file.keep:
             state = "present"
         else:
-            same = path.read_text(encoding="utf-8") == _text(file.source).replace("@KVPOOLD@", daemon_command())
-            state = "current" if same else "differs"
+            state = "current" if path.read_text(encoding="utf-8") == _text(file) else "differs"
         lines.append(f"{state:<9} {path}")
     return lines

@@ -13,13 +13,14 @@ import pytest
 from kvpool.daemon import service_install
 from kvpool.daemon.service_install import install, status, uninstall
 
+UNITS = ("kvpoold.service", "kvpoold.socket", "kvpool-gateway.service")
 needs_systemd = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed here")
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the system service installed into it; `true` stands for the daemon, which verify wants to exist."""
-    monkeypatch.setattr(service_install, "daemon_command", lambda: shutil.which("true"))
+    """A folder with the system service installed into it; `true` stands for commands, which verify wants to exist."""
+    monkeypatch.setattr(service_install, "command_path", lambda name: shutil.which("true"))
     install(root=tmp_path)
     return tmp_path
 
@@ -28,7 +29,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_systemd_verifies_the_units_without_a_word(installed: Path) -> None:
     units = installed / "etc/systemd/system"
     done = subprocess.run(
-        ["systemd-analyze", "verify", units / "kvpoold.service", units / "kvpoold.socket"],
+        ["systemd-analyze", "verify", *(units / name for name in UNITS)],
         capture_output=True,
         text=True,
         check=False,
@@ -37,15 +38,16 @@ def test_systemd_verifies_the_units_without_a_word(installed: Path) -> None:
 
 
 @needs_systemd
-def test_exposure_is_below_two(installed: Path) -> None:
-    unit = installed / "etc/systemd/system/kvpoold.service"
+@pytest.mark.parametrize("name", ["kvpoold.service", "kvpool-gateway.service"])
+def test_exposure_is_below_two(installed: Path, name: str) -> None:
+    unit = installed / "etc/systemd/system" / name
     done = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--no-pager", unit],
         capture_output=True,
         text=True,
         check=False,
     )
-    found = re.search(r"Overall exposure level for kvpoold.service: ([0-9.]+)", done.stdout)
+    found = re.search(rf"Overall exposure level for {name}: ([0-9.]+)", done.stdout)
     assert found, done.stdout + done.stderr
     assert float(found[1]) < 2.0
 
@@ -73,7 +75,7 @@ def test_install_status_uninstall_keep_the_administrators_configuration(installe
 
 
 def test_user_service_goes_below_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_install, "daemon_command", lambda: "/usr/bin/kvpoold")
+    monkeypatch.setattr(service_install, "command_path", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/home/someone/.config")
     install(root=tmp_path, user=True)
     unit = (tmp_path / "home/someone/.config/systemd/user/kvpoold.service").read_text()
