@@ -165,27 +165,26 @@ class Gateway:
         texts = self._texts_of(welcome)
         try:
             async with AsyncExitStack() as stack:
-                streams = [await stack.enter_async_context(stream) for stream in await self._submit(asked, answer_id)]
+                streams = [
+                    await stack.enter_async_context(await self._submit(asked, number, answer_id))
+                    for number in range(len(asked.prompts))
+                ]
                 if asked.stream:
                     return await _Streamed(request, form, texts, asked).answer(streams)
                 return _json(await _whole(streams, form, texts, asked.params.n))
         except KVPoolError as error:
             raise renamed(error, asked.names) from None
 
-    async def _submit(self, asked: Completion, answer_id: str) -> list[AsyncStream]:
-        """One stream for each prompt, under names that `kvpool ps` shows."""
-        several = len(asked.prompts) > 1
-        return [
-            await self._pool.submit(
-                prompt,
-                asked.params,
-                priority=asked.priority,
-                deadline_s=asked.deadline_s,
-                request_id=f"{answer_id}-{number}" if several else answer_id,
-                window=WINDOW if asked.stream else None,
-            )
-            for number, prompt in enumerate(asked.prompts)
-        ]
+    async def _submit(self, asked: Completion, number: int, answer_id: str) -> AsyncStream:
+        """The stream of one prompt, under a name that `kvpool ps` shows."""
+        return await self._pool.submit(
+            asked.prompts[number],
+            asked.params,
+            priority=asked.priority,
+            deadline_s=asked.deadline_s,
+            request_id=f"{answer_id}-{number}" if len(asked.prompts) > 1 else answer_id,
+            window=WINDOW if asked.stream else None,
+        )
 
     def _texts_of(self, welcome: Welcome) -> TokenTexts:
         """Another daemon may serve another model."""
