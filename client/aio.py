@@ -32,6 +32,7 @@ from .requests import (
 )
 from .results import Result, stack_embeddings
 from .sampling_params import SamplingParams
+from .trace import Recording
 
 T = TypeVar("T")
 
@@ -197,6 +198,15 @@ class AsyncClient:
     async def fsck(self) -> dict[str, Any]:
         """As `Client.fsck`."""
         return await self._ask(calls.fsck())
+
+    async def trace(self, seconds: float) -> dict[str, Any]:
+        """As `Client.trace`."""
+        recording = Recording()
+        await self._ask(calls.trace(seconds))
+        await asyncio.sleep(seconds)
+        while recording.more:
+            recording.add(await self._ask(calls.trace_spans()))
+        return recording.chrome()
 
     async def cancel(self, request_id: str) -> dict[str, Any]:
         """As `Client.cancel`."""

@@ -84,6 +84,14 @@ def fsck() -> Question[dict[str, Any]]:
     return _method("fsck", _as_map)
 
 
+def trace(seconds: float) -> Question[dict[str, Any]]:
+    return _method("trace", _as_map, {"seconds": seconds})
+
+
+def trace_spans() -> Question[dict[str, Any]]:
+    return _method("trace_spans", _as_map)
+
+
 def drain() -> Question[dict[str, Any]]:
     return _method("drain", _as_map)
 

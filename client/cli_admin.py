@@ -1,13 +1,16 @@
-"""Commands that change something: `kvpool cancel`, `drain`, `reload`, `resize`, `keygen`, and the audit `fsck`."""
+"""Commands that change something: `kvpool cancel`, `drain`, `reload`, `resize`, `keygen`; the audit `fsck`; a
+recording of what the daemon does, `trace`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from .client import Client
 from .curve import KEY_FILE_NAME, SERVER_KEY_NAME, write_key_files
+from .errors import InvalidArgument
 from .figures import parse_size, show_bytes
 
 
@@ -21,6 +24,10 @@ def add_commands(commands: Any) -> None:
     command.add_argument("size", help="20GiB, 512MiB or bytes")
     command.set_defaults(command=resize)
     commands.add_parser("fsck", help="audit the pool").set_defaults(command=fsck)
+    command = commands.add_parser("trace", help="record what the daemon does, for ui.perfetto.dev")
+    command.add_argument("--seconds", type=float, default=5.0, help="how long (default: 5)")
+    command.add_argument("--output", type=Path, default=Path("kvpool-trace.json"), help="the file to write")
+    command.set_defaults(command=trace)
     command = commands.add_parser("keygen", help="make keys for a daemon or a client of tcp://")
     command.add_argument("file", type=Path, help="where the keys go; the public one alone goes to FILE.pub")
     command.set_defaults(command=keygen)
@@ -69,6 +76,19 @@ def fsck(options: argparse.Namespace) -> int:
         if name != "consistent":
             print(f"{name}: {value}")
     return 1
+
+
+def trace(options: argparse.Namespace) -> int:
+    with _pool(options) as pool:
+        recorded = pool.trace(options.seconds)
+    try:
+        options.output.write_text(json.dumps(recorded))
+    except OSError as error:
+        raise InvalidArgument(
+            f"{options.output}: {error.strerror}; give --output a place to write", field="output"
+        ) from None
+    print(f"wrote {options.output}, {len(recorded['traceEvents']):,} events; open it at https://ui.perfetto.dev")
+    return 0
 
 
 def keygen(options: argparse.Namespace) -> int:

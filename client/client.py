@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from .requests import (
 from .results import Result, stack_embeddings
 from .sampling_params import SamplingParams
 from .stream import Stream
+from .trace import Recording
 
 T = TypeVar("T")
 
@@ -216,6 +218,16 @@ class Client:
     def fsck(self) -> dict[str, Any]:
         """Audit the pool: `consistent`, and what is not."""
         return self._ask(calls.fsck())
+
+    def trace(self, seconds: float) -> dict[str, Any]:
+        """What the daemon does in the next `seconds`, as a trace that Perfetto and Chrome open once it is JSON. For
+        administrators."""
+        recording = Recording()
+        self._ask(calls.trace(seconds))
+        time.sleep(seconds)
+        while recording.more:
+            recording.add(self._ask(calls.trace_spans()))
+        return recording.chrome()
 
     def cancel(self, request_id: str) -> dict[str, Any]:
         """Cancel a request of this user (or, for an administrator, of anyone)."""

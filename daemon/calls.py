@@ -32,6 +32,9 @@ BLOCK_FREE, BLOCK_USED, BLOCK_CACHED = 0, 1, 2
 HIDDEN = -2
 """Owner of a block of somebody else, in the map of a caller who may not see whose it is."""
 
+SPANS_AT_ONCE = 2000  # of a trace: a few milliseconds of the loop's time
+TRACE_KEPT_S = 60.0
+
 
 class Calls:
     """Answers calls. `drain` and `reload` are the daemon's own functions; without `snapshots` there are none."""
@@ -57,6 +60,8 @@ class Calls:
             "drain": self._answer_drain,
             "reload": self._answer_reload,
             "resize": self._answer_resize,
+            "trace": self._answer_trace,
+            "trace_spans": self._answer_trace_spans,
             **PREFIX_METHODS,
         }
 
@@ -152,6 +157,22 @@ class Calls:
     def _answer_resize(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
         _require_admin(clients, session)
         raise Unsupported("the pool cannot change its size while the daemon runs; set pool_bytes and restart")
+
+    def _answer_trace(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Record for a while; then `trace_spans` brings it, if somebody comes for it."""
+        _require_admin(clients, session)
+        seconds = float(_argument(arguments, "seconds", Real(0.01, 3600.0)))
+        trace = clients.engine.trace
+        number = trace.start()
+        clients.timers.at(clients.now + seconds, lambda: trace.stop(number))
+        clients.timers.at(clients.now + seconds + TRACE_KEPT_S, lambda: trace.stop(number, forget=True))
+        return {"seconds": seconds}
+
+    def _answer_trace_spans(self, clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        _require_admin(clients, session)
+        trace = clients.engine.trace
+        spans = [list(span) for span in trace.take(SPANS_AT_ONCE)]
+        return {"spans": spans, "dropped": trace.dropped, "more": len(trace) > 0}
 
 
 def stats(clients: Clients) -> dict[str, Any]:

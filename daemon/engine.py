@@ -39,6 +39,7 @@ from .step_runner import StepRunner
 from .submission import submit_of
 
 log = logging.getLogger(__name__)
+from .trace import Trace
 
 MAX_FAILURES = 3
 
@@ -70,6 +71,7 @@ class Engine:
         self.journal = journal
         self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
+        self.trace = Trace()
         self._outputs: list[Output] = []
         self._between: list[Callable[[], None]] = []
         self.pace = Pace(scheduler, runner, self._samples, self._notice)
@@ -216,6 +218,7 @@ class Engine:
             self._collect(now)
         while self._between and self._plan is None:
             self._between.pop(0)()
+            self.trace.stage("collect")
         if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
             self._schedule(now)
             if self.in_flight:
@@ -225,6 +228,7 @@ class Engine:
             self.journal.commit(now)  # before anybody is told
         if not self.in_flight and not self.scheduler.expects_progress:
             self._work_since = None
+        self.trace.stage("flush")
         elif self._work_since is None:
             self._work_since = now
 
@@ -242,6 +246,7 @@ class Engine:
         self.metrics.step(plan.num_tokens, self.runner.last_step_s)
         for sample, part in prompt_parts:
             self._take_prompt_part(sample, part)
+        self.trace.collected(plan, self.scheduler)
         sampled = self._take_tokens(plan, result, now)
         self._retire_all(self.scheduler.update(plan, sampled))
         for request in self._searching:
@@ -296,6 +301,7 @@ class Engine:
             self._wake_at = plan.wake_at
             self._retire_all(plan.expired)
             for sequence in plan.preempted:
+            self.trace.stage("schedule")
                 self._note_preemption(sequence)
             if plan.empty:
                 return
@@ -305,10 +311,12 @@ class Engine:
                     self._plan, self._launched_at = plan, now
                 else:
                     self.runner.move(plan)
+                    self.trace.launched()
                     self.scheduler.update(plan, {})
                 note_plan(self.metrics, plan, self._samples, now)
             except RuntimeError as error:
                 self._fail(plan, error)
+                self.trace.stage("launch")
 
     def _fail(self, plan: StepPlan, error: RuntimeError) -> None:
         """The device failed: the sequences of the step end, the others go on. Raises DeviceLost if it does so again."""

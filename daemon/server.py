@@ -170,13 +170,17 @@ class Server:
             self._clients.say_goodbye("shutting_down")
 
     def _turn(self) -> None:
-        clients, engine = self._clients, self._engine
+        clients, engine, trace = self._clients, self._engine, self._engine.trace
         ready = self._poller.wait(self._timeout())
         clients.now = time.monotonic()
+        trace.stage("poll")
         self._dispatch(ready)
+        trace.stage("dispatch")
         engine.turn(clients.now, step_done=engine.in_flight and engine.runner.fileno() in ready)
         clients.deliver(engine.take_outputs())
+        trace.stage("deliver")
         self._cron(clients.now)
+        trace.stage("cron")
 
     def _timeout(self) -> float | None:
         """Seconds until something is due; 0: something is there already; None: only an event can change anything."""
