@@ -14,7 +14,7 @@ import numpy as np
 
 from ..client.errors import InvalidArgument, NotFound, NotOwner, Unsupported
 from ..client.protocol import MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Call, pack_token_ids
-from ..client.schema import Mismatch, Name, Spec, Text
+from ..client.schema import Mismatch, Name, Real, Spec, Text
 from ..client.token_ids import PackedTokenIds
 from .block_pool import NOBODY
 from .clients import Clients

@@ -9,6 +9,8 @@ One `turn` has its stages in this order, and the order is the design:
 
 So nothing slow stands between collecting a step and launching the next, except what the next depends on. The price: a
 stop string is found one step late, and the token computed meanwhile is dropped. Nobody sees it.
+
+Long because a sample's whole way, from submission over every turn to its end, is told in one place.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from .sequence import Sequence
 from .step_plan import StepPlan
 from .step_runner import StepRunner
 from .submission import submit_of
+from .trace import Trace
 
 log = logging.getLogger(__name__)
-from .trace import Trace
 
 MAX_FAILURES = 3
 
@@ -69,9 +71,9 @@ class Engine:
         self.metrics = metrics
         self.epoch = epoch
         self.journal = journal
+        self.trace = Trace()
         self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
-        self.trace = Trace()
         self._outputs: list[Output] = []
         self._between: list[Callable[[], None]] = []
         self.pace = Pace(scheduler, runner, self._samples, self._notice)
@@ -216,9 +218,9 @@ class Engine:
         begin = time.perf_counter()
         if step_done and self._plan is not None:
             self._collect(now)
+            self.trace.stage("collect")
         while self._between and self._plan is None:
             self._between.pop(0)()
-            self.trace.stage("collect")
         if self._plan is None and (self._changed or (self._wake_at is not None and now >= self._wake_at)):
             self._schedule(now)
             if self.in_flight:
@@ -226,9 +228,9 @@ class Engine:
         self._flush()
         if self.journal is not None:
             self.journal.commit(now)  # before anybody is told
+        self.trace.stage("flush")
         if not self.in_flight and not self.scheduler.expects_progress:
             self._work_since = None
-        self.trace.stage("flush")
         elif self._work_since is None:
             self._work_since = now
 
@@ -244,9 +246,9 @@ class Engine:
             return
         self._failures, self._work_since = 0, None
         self.metrics.step(plan.num_tokens, self.runner.last_step_s)
+        self.trace.collected(plan, self.scheduler)
         for sample, part in prompt_parts:
             self._take_prompt_part(sample, part)
-        self.trace.collected(plan, self.scheduler)
         sampled = self._take_tokens(plan, result, now)
         self._retire_all(self.scheduler.update(plan, sampled))
         for request in self._searching:
@@ -299,9 +301,9 @@ class Engine:
         while self._plan is None:
             plan = self.scheduler.schedule(now)
             self._wake_at = plan.wake_at
+            self.trace.stage("schedule")
             self._retire_all(plan.expired)
             for sequence in plan.preempted:
-            self.trace.stage("schedule")
                 self._note_preemption(sequence)
             if plan.empty:
                 return
@@ -309,14 +311,14 @@ class Engine:
                 if plan.chunks:
                     self.runner.start(plan)
                     self._plan, self._launched_at = plan, now
+                    self.trace.launched()
                 else:
                     self.runner.move(plan)
-                    self.trace.launched()
                     self.scheduler.update(plan, {})
                 note_plan(self.metrics, plan, self._samples, now)
+                self.trace.stage("launch")
             except RuntimeError as error:
                 self._fail(plan, error)
-                self.trace.stage("launch")
 
     def _fail(self, plan: StepPlan, error: RuntimeError) -> None:
         """The device failed: the sequences of the step end, the others go on. Raises DeviceLost if it does so again."""
