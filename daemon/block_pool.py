@@ -236,12 +236,14 @@ class BlockPool:
     def _walk(self, kind: int) -> list[int]:
         sentinel = self.num_blocks + kind
         found: list[int] = []
-        block = self._next[sentinel]
+        before, block = sentinel, self._next[sentinel]
         while block != sentinel:
-            if self._previous[self._next[block]] != block or len(found) > self.num_blocks:
+            if not 0 <= block < self.num_blocks or self._previous[block] != before or len(found) > self.num_blocks:
                 raise RuntimeError(f"the free list is broken at block {block}")
             found.append(block)
-            block = self._next[block]
+            before, block = block, self._next[block]
+        if self._previous[sentinel] != before:
+            raise RuntimeError("a free list does not close")
         return found
 
     def check_invariants(self) -> None:

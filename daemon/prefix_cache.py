@@ -291,7 +291,7 @@ class PrefixCache:
         if marked != self._entries.keys() or len(self._blocks) != len(self._entries):
             raise RuntimeError(f"pool and cache disagree about blocks {sorted(marked ^ self._entries.keys())}")
         for block, entry in self._entries.items():
-            if self._blocks[entry.key] != block or block not in self._children[entry.parent]:
+            if self._blocks.get(entry.key) != block or block not in self._children.get(entry.parent, ()):
                 raise RuntimeError(f"block {block} is not found under its key or its parent")
         if sum(map(len, self._children.values())) != len(self._entries):
             raise RuntimeError("a parent has children that are not cached")

@@ -7,6 +7,8 @@ stuck    a step never ends
 broken   every step fails
 paced    the real CPU back end, each step at least 10 ms: the same bits in every batch, and a middle to die in
 loading  never gets ready
+leaky    numpy, with a pool that forgets to give its first block back
+twins    the CUDA back end in float32, NumPy twins in place of its kernels
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvpool.daemon.__main__ import main
+from kvpool.daemon.block_pool import BlockPool
 from kvpool.daemon.config import Config
 from kvpool.model.backend import Backend, BackendLimits, Progress
 from kvpool.model.batch import StepBatch, StepResult
@@ -81,6 +84,29 @@ class PacedBackend(CpuBackend):
         super().close()
 
 
+def twins(program: Program, checkpoint: Checkpoint, limits: BackendLimits) -> Backend:
+    from kvpool.cuda_kernels.layout import AttentionShape
+    from kvpool.model.cuda_backend import CudaBackend
+    from tests.support.cuda_card import TwinCard
+
+    config = program.config
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, limits.block_size, "float32")
+    return CudaBackend(program, checkpoint, limits, dtype="float32", device=TwinCard(shape, "float32"))
+
+
+class LeakyBackend(NumpyBackend):
+    """Not the back end's fault: the daemon around it loses a block."""
+
+    def allocate_pool(self, num_blocks: int) -> None:
+        super().allocate_pool(num_blocks)
+        release = BlockPool.release
+
+        def forget(pool: BlockPool, block: int, uid: int) -> None:
+            BlockPool.release = release  # type: ignore[method-assign]
+
+        BlockPool.release = forget  # type: ignore[method-assign]
+
+
 BACKENDS: dict[str, Callable[[Program, Checkpoint, BackendLimits], Backend]] = {
     "numpy": NumpyBackend,
     "slow": SlowBackend,
@@ -89,6 +115,8 @@ BACKENDS: dict[str, Callable[[Program, Checkpoint, BackendLimits], Backend]] = {
     "broken": BrokenBackend,
     "paced": PacedBackend,
     "loading": LoadingBackend,
+    "leaky": LeakyBackend,
+    "twins": twins,
 }
 
 
