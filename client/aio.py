@@ -258,11 +258,6 @@ class AsyncClient:
         """As `Client.discard`."""
         await self._ask(calls.discard(name))
 
-
-class AsyncSequence:
-    """As `Sequence`, for asyncio."""
-
-    def __init__(self, client: AsyncClient, sequence_id: str, num_tokens: int, keep: bool) -> None:
     async def pins(self) -> list[dict[str, Any]]:
         """As `Client.pins`."""
         return await self._ask(calls.pins())
@@ -271,6 +266,11 @@ class AsyncSequence:
         """As `Client.unpin`."""
         await self._ask(calls.unpin(pin_id))
 
+
+class AsyncSequence:
+    """As `Sequence`, for asyncio."""
+
+    def __init__(self, client: AsyncClient, sequence_id: str, num_tokens: int, keep: bool) -> None:
         self._client = client
         self._keep = keep
         self.sequence_id = sequence_id
@@ -331,6 +331,14 @@ class AsyncSequence:
         """As `Sequence.share`."""
         await self._client._ask(calls.share(self.sequence_id, uid, gid))
 
+    async def pin(self, num_tokens: int | None = None, *, ttl_s: float | None = None) -> int:
+        """As `Sequence.pin`."""
+        return await self._client._ask(calls.pin(self.sequence_id, num_tokens, ttl_s))
+
+    async def publish(self, num_tokens: int | None = None) -> int:
+        """As `Sequence.publish`."""
+        return await self._client._ask(calls.publish(self.sequence_id, num_tokens))
+
     async def close(self) -> None:
         """As `Sequence.close`."""
         await self._client._ask(calls.close(self.sequence_id))
@@ -343,11 +351,3 @@ class AsyncSequence:
     ) -> None:
         if not self._keep:
             await self.close()
-    async def pin(self, num_tokens: int | None = None, *, ttl_s: float | None = None) -> int:
-        """As `Sequence.pin`."""
-        return await self._client._ask(calls.pin(self.sequence_id, num_tokens, ttl_s))
-
-    async def publish(self, num_tokens: int | None = None) -> int:
-        """As `Sequence.publish`."""
-        return await self._client._ask(calls.publish(self.sequence_id, num_tokens))
-

@@ -279,14 +279,6 @@ class Client:
         """Remove what `save(name)` stored."""
         self._ask(calls.discard(name))
 
-
-class Sequence:
-    """A sequence in the daemon: tokens, their blocks, and a name. A context manager that closes it unless kept."""
-
-    def __init__(self, client: Client, sequence_id: str, num_tokens: int, keep: bool) -> None:
-        self._client = client
-        self._keep = keep
-        self.sequence_id = sequence_id
     def pins(self) -> list[dict[str, Any]]:
         """What this user has pinned: `pin_id`, `num_blocks`, `expires_in_s` (None: never)."""
         return self._ask(calls.pins())
@@ -295,6 +287,14 @@ class Sequence:
         """Let go of what `Sequence.pin` keeps."""
         self._ask(calls.unpin(pin_id))
 
+
+class Sequence:
+    """A sequence in the daemon: tokens, their blocks, and a name. A context manager that closes it unless kept."""
+
+    def __init__(self, client: Client, sequence_id: str, num_tokens: int, keep: bool) -> None:
+        self._client = client
+        self._keep = keep
+        self.sequence_id = sequence_id
         self.num_tokens = num_tokens  # when last told; generating adds to it
 
     def append(self, prompt: Prompt) -> None:
@@ -357,6 +357,16 @@ class Sequence:
         """Let another user, or a group, attach to it and fork it."""
         self._client._ask(calls.share(self.sequence_id, uid, gid))
 
+    def pin(self, num_tokens: int | None = None, *, ttl_s: float | None = None) -> int:
+        """Keep its computed full blocks in the pool, or those of its first `num_tokens`, also after it is closed, until
+        `Client.unpin` or for `ttl_s`. The pin's id. A prompt that begins alike finds them."""
+        return self._client._ask(calls.pin(self.sequence_id, num_tokens, ttl_s))
+
+    def publish(self, num_tokens: int | None = None) -> int:
+        """Let prompts of all users find its computed full blocks, or those of its first `num_tokens`: how many blocks.
+        Who sends the same tokens can tell, by the time that it takes, that somebody published them."""
+        return self._client._ask(calls.publish(self.sequence_id, num_tokens))
+
     def close(self) -> None:
         """Give it up, kept or not; blocks that nothing else shares become free."""
         self._client._ask(calls.close(self.sequence_id))
@@ -369,13 +379,3 @@ class Sequence:
     ) -> None:
         if not self._keep:
             self.close()
-    def pin(self, num_tokens: int | None = None, *, ttl_s: float | None = None) -> int:
-        """Keep its computed full blocks in the pool, or those of its first `num_tokens`, also after it is closed, until
-        `Client.unpin` or for `ttl_s`. The pin's id. A prompt that begins alike finds them."""
-        return self._client._ask(calls.pin(self.sequence_id, num_tokens, ttl_s))
-
-    def publish(self, num_tokens: int | None = None) -> int:
-        """Let prompts of all users find its computed full blocks, or those of its first `num_tokens`: how many blocks.
-        Who sends the same tokens can tell, by the time that it takes, that somebody published them."""
-        return self._client._ask(calls.publish(self.sequence_id, num_tokens))
-
