@@ -38,7 +38,7 @@ class AsyncStream:
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
-        """(vocab_size,) raw logits of the token that was read last, read-only, a copy of its own; with want_logits."""
+        """As `Stream.logits`."""
         return self._state.last_logits
 
     @property

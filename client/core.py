@@ -195,6 +195,7 @@ class Core:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
         stream.unaccepted = message
+        stream.wants_logits = isinstance(message, Submit) and message.want_logits
         self._begin(stream, message)
         self._streams[message.request_id] = stream
         return stream

@@ -25,7 +25,7 @@ class TokenEvent:
     index: int  # counts the sample's tokens from 0
     sample: int  # which of the n sequences
     top_logprobs: dict[int, float] | None = None  # token_id -> logprob, best first
-    logits: NDArray[np.float32] | None = None  # (vocab_size,), raw, read-only, a copy of its own; with want_logits
+    logits: NDArray[np.float32] | None = None  # (vocab_size,), raw, read-only; with want_logits (see Stream.logits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import KVPoolError, ProtocolError, from_code
+from .errors import ConnectionLost, KVPoolError, ProtocolError, from_code
 from .messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
 from .prompt_rows import RequestRows
 from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
@@ -74,7 +74,8 @@ class StreamState:
         self.abandoned = False  # nobody will read it; only its end is awaited
         self.on_change: Callable[[], None] = _nothing
         self.rows = RequestRows()
-        self.last_logits: NDArray[np.float32] | None = None  # of the event that was taken last
+        self.wants_logits = False
+        self._last: TokenEvent | None = None  # that was taken
         self._samples = [_SampleState() for _ in range(num_samples)]
         self._events: deque[TokenEvent] = deque()
 
@@ -184,8 +185,20 @@ class StreamState:
             sample = self._samples[event.sample]
             sample.unread -= 1
             sample.ungranted += 1
-            self.last_logits = event.logits
+            self._last = event
         return event
+
+    @property
+    def last_logits(self) -> NDArray[np.float32] | None:
+        """Of the token that was taken last; None before the first, or where none were asked for. Raises ConnectionLost
+        where they were: the daemon does not keep rows for a connection that might be lost."""
+        if self._last is None or not self.wants_logits:
+            return None
+        if self._last.logits is None:
+            raise ConnectionLost(
+                f"the logits of token {self._last.index} went down with a connection; the token itself is here"
+            )
+        return self._last.logits
 
     def take_all(self) -> None:
         """Read everything that waits, for a reader who only wants the result."""

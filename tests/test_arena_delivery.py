@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.client.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, Layout
-from kvpool.client.core import State
+from kvpool.client.core import DaemonGone, State
 from kvpool.client.errors import ConnectionLost, InvalidArgument, KVPoolError, ProtocolError, Unsupported
+from kvpool.client.lifeline import connect_lifeline
 from kvpool.client.messages import Submit
 from kvpool.client.stream_state import StreamState
 from kvpool.daemon.delivery import SLOW_READER
@@ -339,6 +340,45 @@ def test_logits_and_rows_that_messages_tell_of_do_not_overtake_each_other(rig: R
         events = [event for event in iter(stream.take, None) if event.token_id >= 0]
         assert len(events) == 15
         assert all(event.logits is not None and event.logits[0] == event.token_id for event in events)
+
+
+def test_logits_of_tokens_that_come_again_after_a_reconnect_are_gone_and_said_to_be(rig: Rig) -> None:
+    client = rig.client()
+    stream = client.submit(PROMPT, max_tokens=30, want_logits=True, linger_s=60.0)
+    stream.linger_s = 60.0
+    assert stream.last_logits is None
+    for _ in range(4):
+        rig.turn()
+        client.read()
+    seen = list(iter(stream.take, None))
+    for _ in range(4):
+        rig.turn()  # given out, and never read
+    client.core.lost(DaemonGone("gone"), 0.0)
+    client.lifeline.close()
+    rig.read_lifelines()
+    client.lifeline = connect_lifeline(rig.path, 1.0)
+    rig.sessions.accept(rig.listener, due=1e9)
+    client.core.connected()
+    client.read()
+    lost = []
+    while not stream.done or stream._events:
+        rig.turn()
+        client.read()
+        while (event := stream.take()) is not None:
+            if event.token_id < 0:
+                continue
+            seen.append(event)
+            client.core._grant(stream)
+            if event.logits is not None:
+                assert stream.last_logits is event.logits
+                assert event.logits[0] == event.token_id
+            else:
+                lost.append(event.index)
+                with pytest.raises(ConnectionLost, match=f"logits of token {event.index} "):
+                    _ = stream.last_logits
+    assert [event.token_id for event in seen] == expected(PROMPT, 30)
+    assert 0 < len(lost) < 10
+    assert lost == list(range(lost[0], lost[0] + len(lost)))
 
 
 def test_logits_without_an_arena_are_refused(rig: Rig) -> None:
