@@ -90,16 +90,16 @@ def pack_codes(matrix: Codes, weight_format: int, out: NDArray[np.uint8]) -> Non
     for first in range(0, panels, chunk):
         part = slice(first * LANES, (first + chunk) * LANES)
         filled = _whole_panels(matrix.codes[part]).reshape(-1, LANES, groups, 32 // group.bits, group.words)
-        words = np.zeros((len(filled), groups, group.words, LANES), np.uint32)
-        for place in range(32 // group.bits):
-            words |= filled[:, :, :, place].transpose(0, 2, 3, 1).astype(np.uint32) << np.uint32(group.bits * place)
+        columns = filled.transpose(0, 2, 4, 1, 3)  # panel, group, word, column, place in the word
+        if group.bits == 4:
+            columns = columns[..., 0::2] | columns[..., 1::2] << 4
         to = target[first : first + chunk]
-        to[..., : group.codes_bytes] = words.reshape(*words.shape[:2], -1).view(np.uint8)
+        to[..., : group.codes_bytes] = columns.reshape(len(filled), groups, -1)
         scales = [matrix.scale, matrix.least] if matrix.least is not None and group.has_least else [matrix.scale]
         for number, values in enumerate(scales):
             at = group.codes_bytes + number * group.scale_bytes
-            columns = _whole_panels(values[part].astype(group.scale)).reshape(-1, LANES, groups).swapaxes(1, 2)
-            to[..., at : at + group.scale_bytes] = np.ascontiguousarray(columns).view(np.uint8)
+            across = _whole_panels(values[part].astype(group.scale)).reshape(-1, LANES, groups).swapaxes(1, 2)
+            to[..., at : at + group.scale_bytes] = np.ascontiguousarray(across).view(np.uint8)
 
 
 def _whole_panels(rows: NDArray[Any]) -> NDArray[Any]:

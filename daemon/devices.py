@@ -53,6 +53,7 @@ def _cpu_backend(config: Config, model: LoadedModel, limits: BackendLimits, prog
         kv_dtype=config.kv_dtype,
         threads=config.threads or 0,
         progress=progress,
+        model_hash=model.model_hash,
     )
 
 

@@ -27,6 +27,7 @@ from .cpu_weights import WEIGHT_DTYPES, pack_weights
 from .host import available_memory, usable_cpus
 from .keys_values import panels_as_numbers
 from .program import Logits, Program, Weight
+from .weight_cache import WeightCache
 from .weights import Checkpoint
 
 KV_LAYOUT_VERSION = 1
@@ -71,7 +72,7 @@ class CpuBackend:
     `kv_dtype`: auto | float32 | bfloat16. Activations are always float32.
 
     `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
-    other files).
+    other files). `model_hash`: what the checkpoint holds, if its packed weights shall be kept there, too.
     Raises MemoryError naming what to lower, ValueError for an unknown dtype.
     """
 
@@ -86,6 +87,7 @@ class CpuBackend:
         threads: int = 0,
         progress: Progress = _quiet,
         cache: Path | None = None,
+        model_hash: str = "",
     ) -> None:
         if dtype not in WEIGHT_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported on the CPU; set dtype to {', '.join(WEIGHT_DTYPES)}")
@@ -93,7 +95,8 @@ class CpuBackend:
         self._limits, self._config = limits, program.config
         self._num_threads = threads or usable_cpus()
         self._kv_format = kv_format
-        self._weights = pack_weights(program, checkpoint, dtype, progress)
+        kept = WeightCache(cache_directory() / "weights") if model_hash else None
+        self._weights = pack_weights(program, checkpoint, dtype, progress, kept, model_hash)
         held = frozenset(self._weights.formats.values())
         self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
         dot = {BFLOAT16_DOT} if BFLOAT16 in held and host_has_dot() else set()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .host import available_memory
+from .host import available_memory, usable_cpus
 
 Bytes = NDArray[np.uint8]
 ALIGNMENT = 64  # a cache line
@@ -27,8 +28,16 @@ def map_bytes(size: int, purpose: str, remedy: str) -> Bytes:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, dtype=np.uint8)
-    array[:: mmap.PAGESIZE] = 0
+    parts = np.array_split(array, usable_cpus())
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(_touch, parts))
     return array[:size]
+
+
+def _touch(part: Bytes) -> None:
+    """Make every page of `part` real. NumPy lets go of the interpreter meanwhile."""
+    part[:: mmap.PAGESIZE] = 0
+    part[-1:] = 0
 
 
 class Layout:

@@ -15,12 +15,16 @@ from .backend import Progress
 from .cpu_memory import Bytes, Layout, map_bytes
 from .program import Embed, Linear, Logits, Program, Weight
 from .quantised import GGUF, gguf_codes, nearest_codes, widen
+from .weight_cache import WeightCache, cache_name
 from .weights import Checkpoint, check_weight, load_weight
 
 # What `dtype` may say, and how matrices are held then unless the file holds codes of that width: see `format_of`.
 WEIGHT_DTYPES = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
 # Formats whose codes are taken over as they are where the file has such.
 _KEPT = {"auto": (INT8, INT4, INT8_K, INT4_K), "int8": (INT8,), "int4": (INT4, INT4_K)}
+
+
+WORTH_KEEPING_BYTES = 16 << 20  # less is packed in no time
 
 
 def matrices(program: Program) -> set[Weight]:
@@ -80,8 +84,18 @@ class PackedWeights:
     formats: Mapping[Weight, int]
 
 
-def pack_weights(program: Program, checkpoint: Checkpoint, dtype: str, progress: Progress) -> PackedWeights:
-    """Load every weight once and pack it. Only one unpacked weight is in memory at a time."""
+def pack_weights(
+    program: Program,
+    checkpoint: Checkpoint,
+    dtype: str,
+    progress: Progress,
+    cache: WeightCache | None = None,
+    model_hash: str = "",
+) -> PackedWeights:
+    """Load every weight once and pack it. Only one unpacked weight is in memory at a time.
+
+    With a `cache`, and `model_hash` saying what the checkpoint holds, they come from there if they were packed before.
+    """
     panels, layout, offsets = matrices(program), Layout(), {}
     formats = {weight: format_of(checkpoint, weight, dtype) for weight in program.weights() if weight in panels}
     sizes = {}
@@ -92,10 +106,19 @@ def pack_weights(program: Program, checkpoint: Checkpoint, dtype: str, progress:
             sizes[weight] = round_up(weight.rows * weight.cols, 16) * 4
         offsets[weight] = layout.reserve(sizes[weight])
     memory = map_bytes(layout.size, "the weights", "use a smaller model or dtype")
-    for weight, offset in offsets.items():
-        progress("loading weights", offset / layout.size)
-        _pack(checkpoint, weight, formats.get(weight), memory[offset : offset + sizes[weight]])
-    progress("loading weights", 1.0)
+    name = ""
+    if cache is not None and layout.size >= WORTH_KEEPING_BYTES:
+        placed = (f"{weight} {formats.get(weight)} {offset}" for weight, offset in offsets.items())
+        name = cache_name([model_hash, *placed])
+        progress("reading packed weights", 0.0)
+    if not (cache and name and cache.load(name, memory)):
+        for weight, offset in offsets.items():
+            progress("packing weights", offset / layout.size)
+            target = memory[offset : offset + sizes[weight]]
+            target[:] = 0  # a cache that could not be believed may have left something
+            _pack(checkpoint, weight, formats.get(weight), target)
+        problem = cache.store(name, memory) if cache and name else ""
+        progress(f"weights will be packed again next time: {problem}" if problem else "packing weights", 1.0)
     start = memory.ctypes.data
     return PackedWeights(memory, {weight: start + offset for weight, offset in offsets.items()}, formats)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,10 @@ def load_model(name_or_path: str | Path) -> LoadedModel:
 
 def _from_gguf(path: Path) -> LoadedModel:
     file = GgufFile(path)
-    config = gguf_config(file)
-    tokenizer = gguf_tokenizer(file)
+    with ThreadPoolExecutor(1) as pool:  # hashing takes as long as the vocabulary, and does not need the interpreter
+        hashing = pool.submit(_hash, [path])
+        config = gguf_config(file)
+        tokenizer = gguf_tokenizer(file)
     source = file.metadata.get("tokenizer.chat_template")
     return LoadedModel(
         name=path.stem,
@@ -67,7 +70,7 @@ def _from_gguf(path: Path) -> LoadedModel:
         checkpoint=GgufCheckpoint(file, config),
         tokenizer=tokenizer,
         chat_template=_chat_template(source, tokenizer, config.bos_token_id, next(iter(config.eos_token_ids), None)),
-        model_hash=_hash([path]),
+        model_hash=hashing.result(),
     )
 
 
