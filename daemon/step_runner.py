@@ -28,8 +28,18 @@ class StepRunner:
         self._host: NDArray[np.uint8] = np.zeros((host_blocks, backend.block_bytes if host_blocks else 0), np.uint8)
         self._costs = costs
         self._started_at = 0.0
-        self._num_tokens = 0
+        self._prompt_tokens = 0  # rows of the step that is under way, if it tells what a prompt costs
         self.last_step_s = 0.0
+        if host_blocks:
+            self._measure_swap()
+
+    def _measure_swap(self) -> None:
+        """Swap a block that holds nothing out and in, so that the first decision is a measured one too."""
+        for _ in range(2):  # the first time touches the memory
+            begin = time.perf_counter()
+            self._host[:1] = self._backend.read_blocks([0])
+            self._backend.write_blocks([0], self._host[:1])
+            self._costs.swap_s_per_block = (time.perf_counter() - begin) / 2
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +72,8 @@ class StepRunner:
         """Move the plan's blocks and launch its chunks. Raises RuntimeError if the device failed."""
         self.move(plan)
         batch = self._builder.build(plan)
-        self._num_tokens = plan.num_tokens
+        # A step of single tokens reads all weights for a few rows: computing a lost prompt again is cheaper by the row.
+        self._prompt_tokens = plan.num_tokens if plan.num_tokens > 2 * len(plan.chunks) else 0
         self._started_at = time.perf_counter()
         self._backend.launch(batch)
 
@@ -86,8 +97,9 @@ class StepRunner:
         failed."""
         result = self._backend.collect()
         self.last_step_s = time.perf_counter() - self._started_at
-        per_token = result.compute_s / max(1, self._num_tokens)
-        self._costs.compute_s_per_token += SMOOTHING * (per_token - self._costs.compute_s_per_token)
+        if self._prompt_tokens:
+            per_token, known = result.compute_s / self._prompt_tokens, self._costs.compute_s_per_token
+            self._costs.compute_s_per_token = known + SMOOTHING * (per_token - known) if known else per_token
         return result, self._builder.prompt_parts(result)
 
     def release(self, sample: Sample) -> None:
