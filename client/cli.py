@@ -4,6 +4,7 @@ stderr), 2 wrong usage, 130 interrupted."""
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
+    _mend_streams()
     options = parser().parse_args(arguments)
     command: Command = options.command
     try:
@@ -59,10 +61,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read us has enough; Python must not complain about it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read us has enough
+        _stop_writing()
         return EXIT_PIPE
+    except UnicodeDecodeError as error:
+        print(f"kvpool: the input is not {error.encoding} text", file=sys.stderr)
+        return EXIT_ERROR
+    except OSError as error:
+        _stop_writing()
+        what = f"{error.filename}: " if error.filename else ""
+        print(f"kvpool: {what}{error.strerror or error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _mend_streams() -> None:
+    """A stream may be closed, and a terminal may lack characters that a model writes: neither is a reason to fail."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _stop_writing() -> None:
+    """Python must not complain again at exit about what it cannot write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import resource
 import stat
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,12 @@ from .cli_tools import TOOLS, missing_packages
 from .client import Client
 from .errors import KVPoolError
 from .messages import PROTOCOL_VERSION, Welcome
-from .terminal import BOLD, DIM, GREEN, PLAIN, RED, YELLOW, Line, Terminal, safe
+from .terminal import BOLD, DIM, GREEN, PLAIN, RED, UNLIMITED, YELLOW, Line, Terminal, safe
 
 PACKAGES = ("pyzmq", "msgpack", "numpy")
 MIN_DESCRIPTORS = 1024
 CONNECT_TIMEOUT_S = 3.0
+DETAIL_COLUMN, ADVICE_COLUMN, MIN_COLUMNS = 24, 11, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +51,30 @@ def add_commands(commands: Any) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
     findings = []
-    terminal = Terminal.of(sys.stdout, os.environ)
+    terminal = Terminal.of(sys.stdout, os.environ, piped_width=UNLIMITED)
     for finding in examine(options.address, os.environ):
         findings.append(finding)
         if not options.json:
-            for line in _lines(finding):
+            for line in _lines(finding, terminal.width):
                 print(terminal.show(line), flush=True)
     if options.json:
         print(json.dumps([{name: getattr(f, name) for name in ("name", "ok", "detail", "advice")} for f in findings]))
     return 1 if any(finding.ok is False for finding in findings) else 0
 
 
-def _lines(finding: Finding) -> Iterator[Line]:
+def _lines(finding: Finding, width: int) -> Iterator[Line]:
+    """Nothing is cut off: what does not fit goes on below."""
     mark, style = {True: ("ok", GREEN), False: ("problem", RED), None: ("note", YELLOW)}[finding.ok]
-    yield [(f"{mark:<8}", style), (f"{finding.name:<16}", BOLD), (safe(finding.detail), PLAIN)]
-    if finding.advice:
-        yield [(" " * 8, PLAIN), ("-> " + safe(finding.advice), DIM)]
+    first, *rest = _wrapped(finding.detail, width - DETAIL_COLUMN) or [""]
+    yield [(f"{mark:<8}", style), (f"{finding.name:<16}", BOLD), (first, PLAIN)]
+    for text in rest:
+        yield [(" " * DETAIL_COLUMN + text, PLAIN)]
+    for number, text in enumerate(_wrapped(finding.advice, width - ADVICE_COLUMN)):
+        yield [(("-> " if number == 0 else "   ").rjust(ADVICE_COLUMN), PLAIN), (text, DIM)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(safe(text), max(width, MIN_COLUMNS), break_on_hyphens=False)
 
 
 def examine(address: str | None, environ: Mapping[str, str]) -> Iterator[Finding]:

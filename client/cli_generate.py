@@ -18,6 +18,12 @@ from .results import Output, Result
 from .stream import Stream
 from .terminal import DIM, Terminal, safe
 
+CUT_SHORT = {
+    "cancelled": "the request was cancelled",
+    "deadline": "the deadline passed",
+    "error": "an answer failed",
+}
+
 
 def add_commands(commands: Any) -> None:
     command: argparse.ArgumentParser = commands.add_parser("generate", help="stream a completion of a text")
@@ -49,15 +55,27 @@ def generate(options: argparse.Namespace) -> int:
                 if sys.stderr.isatty():
                     line = summary(stream.result(), time.monotonic() - started, first_s)
                     print(Terminal.of(sys.stderr, os.environ).show([(line, DIM)]), file=sys.stderr)
-    return 0
+            return _exit_code(stream.result(), options.json)
+
+
+def _exit_code(result: Result, is_told: bool) -> int:
+    """An answer that was cut short is no success for a script that does not look at its finish_reason."""
+    reasons = {output.finish_reason for output in result.outputs} & CUT_SHORT.keys()
+    if not reasons or is_told:
+        return 0
+    print(f"kvpool: {' and '.join(CUT_SHORT[reason] for reason in sorted(reasons))}", file=sys.stderr)
+    return 1
 
 
 def _text(given: str | None) -> str:
-    if given is not None and given != "-":
-        return given
-    if sys.stdin.isatty() and given is None:
+    if given is None and sys.stdin.isatty():
         raise InvalidArgument("is missing; type it after `kvpool generate`, or pipe it in", field="text")
-    return sys.stdin.read()
+    text = sys.stdin.read() if given in (None, "-") else given
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that the locale has no characters for
+        raise InvalidArgument(f"is not {sys.getfilesystemencoding()} text", field="text") from None
+    return text
 
 
 def write_stream(stream: Stream, started: float) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .client import Client
 from .figures import show_count, show_duration
-from .terminal import BOLD, CYAN, DIM, GREEN, PLAIN, RED, YELLOW, Column, Span, Terminal, safe, table
+from .terminal import BOLD, CYAN, DIM, GREEN, PLAIN, RED, UNLIMITED, YELLOW, Column, Span, Terminal, safe, table
 
 STATE_STYLES = {"running": GREEN, "waiting": YELLOW, "preempted": RED, "paused": CYAN}
 
@@ -40,7 +40,7 @@ def ps(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, default=plain))
         return 0
-    terminal = Terminal.of(sys.stdout, os.environ)
+    terminal = Terminal.of(sys.stdout, os.environ, piped_width=UNLIMITED)
     for line in table(COLUMNS, [_cells(row) for row in rows], terminal.width):
         print(terminal.show(line))
     return 0

@@ -14,7 +14,7 @@ from .client import Client
 from .errors import KVPoolError
 from .figures import show_bytes, show_count, show_duration, show_share
 from .messages import PROTOCOL_VERSION
-from .terminal import BOLD, PLAIN, Column, Line, Span, Terminal, safe, table
+from .terminal import BOLD, PLAIN, UNLIMITED, Column, Line, Span, Terminal, safe, table
 
 
 def add_commands(commands: Any) -> None:
@@ -30,7 +30,7 @@ def stats(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(figures, default=plain))
         return 0
-    terminal = Terminal.of(sys.stdout, os.environ)
+    terminal = Terminal.of(sys.stdout, os.environ, piped_width=UNLIMITED)
     for line in _lines(figures, terminal.width):
         print(terminal.show(line))
     return 0
@@ -68,7 +68,7 @@ def version(options: argparse.Namespace) -> int:
         with Client(options.address, timeout_s=3.0, client_name="kvpool version") as pool:
             welcome = pool.connect()
     except KVPoolError as error:
-        print(f"no daemon: {error}")
+        print(error)
     else:
         print(f"kvpoold {welcome.server}, protocol {welcome.version}, model {welcome.model}, epoch {welcome.epoch}")
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 from .cli_ps import plain, request_name, state_of
 from .client import Client
 from .figures import show_duration
-from .terminal import BOLD, DIM, GREEN, PLAIN, RED, Column, Span, Terminal, safe, table
+from .terminal import BOLD, DIM, GREEN, PLAIN, RED, UNLIMITED, Column, Span, Terminal, safe, table
 
 EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1
 ANSWER_TIMEOUT_S = 5.0
@@ -48,7 +48,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def _show(figures: dict[str, Any], rows: list[dict[str, Any]], healthy: bool) -> None:
-    terminal = Terminal.of(sys.stdout, os.environ)
+    terminal = Terminal.of(sys.stdout, os.environ, piped_width=UNLIMITED)
     word: Span = ("healthy", GREEN) if healthy else ("unhealthy", RED)
     draining = " (draining)" if figures.get("draining") else ""
     counts = ", ".join(f"{figures.get(f'sequences_{name}', 0)} {name}" for name in ("running", "waiting", "paused"))

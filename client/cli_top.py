@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -142,6 +143,8 @@ def _key(limit_s: float) -> str:
 def _raw_screen() -> Iterator[None]:
     """A screen of our own, and keys as they are pressed; afterwards the terminal is as it was, whatever happens."""
     before = termios.tcgetattr(sys.stdin)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         tty.setcbreak(sys.stdin)
         sys.stdout.write(ENTER_SCREEN)

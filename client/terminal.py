@@ -19,6 +19,8 @@ Line = list[Span]
 PLAIN, BOLD, DIM = "", "1", "2"
 RED, GREEN, YELLOW, CYAN = "31", "32", "33", "36"
 ELLIPSIS = "…"
+UNLIMITED = 1 << 20
+"""A width that nothing exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,11 @@ class Terminal:
     unicode: bool
 
     @classmethod
-    def of(cls, stream: TextIO, environ: Mapping[str, str]) -> Terminal:
-        """Colour on a terminal that has it, unless NO_COLOR is set; 80 columns where nobody knows better."""
+    def of(cls, stream: TextIO, environ: Mapping[str, str], *, piped_width: int = 80) -> Terminal:
+        """Colour on a terminal that has it, unless NO_COLOR is set. `piped_width`: columns of a file or a pipe, unless
+        COLUMNS says how many; UNLIMITED for what a program may read, as it must not miss the end of a line."""
         is_terminal = stream.isatty()
-        size = shutil.get_terminal_size((80, 24)) if is_terminal else os.terminal_size((80, 24))
+        size = shutil.get_terminal_size((80, 24)) if is_terminal else os.terminal_size((piped_width, 24))
         return cls(
             width=int(environ["COLUMNS"]) if environ.get("COLUMNS", "").isdecimal() else size.columns,
             height=size.lines,

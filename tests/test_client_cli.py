@@ -26,7 +26,7 @@ from kvpool.client.pool_map import PoolMap
 from kvpool.client.protocol import Call, Cancel, Failed, Reply, Submit, pack_token_ids
 from kvpool.client.terminal import Column, Terminal, clip, safe, table, width_of
 from kvpool.client.top_view import History, View, draw
-from tests.support.fake_daemon import FakeDaemon, Peer, count_up, refuse, trickle
+from tests.support.fake_daemon import FakeDaemon, Peer, Script, count_up, refuse, trickle
 
 NUM_BLOCKS = 40
 
@@ -133,16 +133,90 @@ def test_chat_remembers(
     assert said == [["Be terse.", "one"], ["Be terse.", "one", " t0", "two"], ["Be terse.", "three"]]
 
 
+def ends(reason: str) -> Script:
+    def script(peer: Peer, message: Any) -> None:
+        if isinstance(message, Submit):
+            peer.accept(message.request_id)
+            peer.tokens(message.request_id, 0, [7])
+            peer.finish(message.request_id, reason)
+
+    return script
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline"])
+def test_an_answer_that_was_cut_short_is_no_success(
+    path: Path, capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    with FakeDaemon(path, ends(reason)):
+        assert cli.main(["generate", "x"]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == " t7\n"
+        assert reason in captured.err
+        assert cli.main(["generate", "x", "--json"]) == 0  # it says so itself
+
+
+# ---- streams that are not what one hopes for
+
+
+def test_a_terminal_may_lack_characters(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", ascii_only)
+    assert cli.main(["generate", "x", "--max-tokens", "0"]) == 0
+    assert ascii_only.errors == "replace"
+    print("é…")
+    ascii_only.flush()
+    assert ascii_only.buffer.getvalue() == b"\n??\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", [["stats"], ["generate", "x"], ["generate"], ["chat"]])
+def test_closed_streams_are_empty(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{name}", None)
+    assert cli.main(command) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_is_told_of(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (["stats"], ["generate", "x"]):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr("sys.stdout", full)
+            assert cli.main(command) == 1
+        assert capsys.readouterr().err == "kvpool: No space left on device\n"
+
+
+def test_what_is_no_text_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["generate", "a\udcff"]) == 1
+    for errors in ("strict", "surrogateescape"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors))
+        assert cli.main(["generate"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    assert all("utf-8 text" in line for line in told)
+
+
 # ---- looking
 
 
-def test_ps_fits_in_80_columns_without_colour(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_fits_in_80_columns_without_colour(
+    daemon: FakeDaemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     lines = output_of(capsys, "ps").splitlines()
     assert lines[0].split() == ["ID", "REQUEST", "USER", "COMMAND", "STATE", "TOKENS", "BLOCKS", "AGE", "WHY"]
     assert "waiting" in lines[2]
     assert "the queue" in lines[2]
     assert all(width_of(line) <= 80 for line in lines)
     assert "\x1b" not in "".join(lines)
+
+
+def test_a_pipe_gets_whole_lines(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "notebook\ufffd[31m 1" in output_of(capsys, "ps")
 
 
 def test_ps_and_stats_as_json(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +250,8 @@ def test_top_as_json(daemon: FakeDaemon, capsys: pytest.CaptureFixture[str]) -> 
     assert snapshot["sequences"][0]["blocks"] == [0, 1]
 
 
-def test_top_lives_in_a_terminal(daemon: FakeDaemon, path: Path) -> None:
+@pytest.mark.parametrize("leave", [None, signal.SIGTERM])
+def test_top_lives_in_a_terminal(daemon: FakeDaemon, path: Path, leave: signal.Signals | None) -> None:
     """Draws with colour on a screen of its own, obeys keys, and leaves the terminal as it found it."""
     main, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -194,9 +269,9 @@ def test_top_lives_in_a_terminal(daemon: FakeDaemon, path: Path) -> None:
         read_until(main, "\x1b[7m")
         os.write(main, b"c")
         read_until(main, "cancelled 1")
-        os.write(main, b"q")
+        os.write(main, b"q") if leave is None else process.send_signal(leave)
         assert "\x1b[?1049l" in read_until(main, "\x1b[?1049l")
-        assert process.wait(10) == 0
+        assert process.wait(10) == (0 if leave is None else 128 + leave)
     finally:
         process.kill()
         process.wait()
@@ -360,6 +435,19 @@ def cli_doctor_findings(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.usefixtures("without_tools")
+def test_doctor_cuts_nothing_off(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advice = "its log says why (journalctl -u kvpoold, or run kvpoold in a terminal)"
+    assert cli.main(["doctor"]) == 1
+    assert f"-> {advice}\n" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "40")
+    assert cli.main(["doctor"]) == 1
+    narrow = capsys.readouterr().out
+    assert advice in " ".join(narrow.split())
+    assert all(width_of(line) <= 44 for line in narrow.splitlines() if str(path) not in line)
+
+
 def test_doctor_fails_when_something_is_wrong(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 1
     assert "-> start kvpoold" in capsys.readouterr().out
