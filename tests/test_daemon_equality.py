@@ -103,6 +103,38 @@ def test_with_so_little_memory_that_sequences_are_preempted(alone: list[tuple[An
         assert all(harness.answer(request).reason for request in urgent)
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 8, 32, 64])
+def test_preempted_with_blocks_of_every_size(alone: list[tuple[Any, ...]], block_size: int) -> None:
+    """By both ways: what does not fit on the host any more is computed again."""
+    with engine(block_size=block_size, num_blocks=256 // block_size, host_blocks=64 // block_size) as harness:
+        harness.scheduler.costs.compute_s_per_token = 1.0
+        running = [start(harness, number) for number in range(len(REQUESTS))]
+        for _ in range(6):
+            harness.turn()
+        harness.submit(prompts(1, 90, seed=5)[0], max_tokens=60, priority=9)
+        harness.run()
+        assert harness.scheduler.preemptions_total > 0
+        assert [bits(harness.answer(request)) for request in running] == alone
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 16, 32, 64])
+def test_hits_and_misses_around_the_edges_of_blocks(block_size: int) -> None:
+    """Prompts of k * B - 1, k * B and k * B + 1 tokens, four times each: the first misses, the others hit."""
+    lengths = sorted({max(1, blocks * block_size + more) for blocks in (1, 2, 3) for more in (-1, 0, 1)})
+    wanted = {"max_tokens": 4, "temperature": 0.8, "seed": 3, "logprobs": 2}
+    with engine(prefix_cache=False, block_size=block_size) as cold, engine(block_size=block_size) as warm:
+        for length in lengths:
+            prompt = prompts(1, length, seed=length)[0]
+            expected = bits(cold.generate(prompt, **wanted))
+            for number in range(4):
+                request = warm.submit(prompt, **wanted)
+                warm.run()
+                assert bits(warm.answer(request)) == expected
+                cached = request.samples[0].usage.cached_tokens
+                assert cached < length  # at least one token is computed
+                assert (cached >= (length - 1) // block_size * block_size) if number else cached == 0
+
+
 def test_after_unrelated_traffic_and_with_a_warm_cache(alone: list[tuple[Any, ...]]) -> None:
     with engine() as harness:
         for round_number in range(3):
