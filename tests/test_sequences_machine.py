@@ -337,6 +337,31 @@ class SequencesMachine(RuleBasedStateMachine):
         self.known = {key: known for key, known in self.known.items() if known.holder != who}
         self._say(who, Hello((1,)))
 
+    @rule(some=some, turns=st.integers(0, 5), in_flight=st.booleans())
+    def crash(self, some: int, turns: int, in_flight: bool) -> None:
+        """The process dies while it generates, and the device may be at work for it; another one takes its place."""
+        who, name = self._pick(some)
+        found, _ = self._own(who, name)
+        self._say(who, Generate("g", name, params=GREEDY | {"max_tokens": LONGEST_ANSWER}))
+        for _ in range(turns):
+            self._turn()
+        if in_flight:
+            self._turn(device_done=False)
+        session = self.clients.sessions.get(who)
+        assert session is not None
+        self.clients.settle(session)
+        self.known = {key: known for key, known in self.known.items() if known.holder != who}
+        self.clients.check_invariants()
+        while self.harness.scheduler.has_work or self.harness.engine.in_flight:
+            self._turn()
+        self.received.pop(who, None)
+        self._say(who, Hello((1,)))
+        if found is not None and (SESSIONS[who].uid, name) in self.known:
+            (kept,) = (s for s in self.clients.sequences if (s.uid, s.name) == (SESSIONS[who].uid, name))
+            got = kept.sequence.token_ids[len(found.tokens) :]
+            assert got == expected(tuple(found.tokens))[: len(got)]
+            found.tokens += got
+
     # What must always hold
 
     @invariant()
