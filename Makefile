@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Setuptools warns of folders named like the package, of which there are none here.
+PIP    := PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-slow lint format bench model clean help
 
@@ -14,9 +16,10 @@ help:
 	@echo "make clean     remove the virtual environment and caches of this folder"
 
 $(STAMP): pyproject.toml
+	@echo "Installing into $(VENV): a minute or two, 1.2 GB"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[daemon,gateway,cuda-check,dev]'
+	@$(PIP) --upgrade pip
+	@$(PIP) --editable '.[daemon,gateway,cuda-check,dev]'
 	@touch $@
 
 model: $(STAMP)
