@@ -14,19 +14,21 @@ from __future__ import annotations
 import numpy as np
 
 from . import table as t
-from .isa import BFLOAT16
 from .jit import kernel
 from .memory import (
+    ask,
     atomic_add,
     atomic_load,
     atomic_store,
     load_f32,
     load_i32,
     load_i64,
+    load_u8,
     load_u16,
     load_u32,
     store_f32,
     store_i64,
+    store_u8,
     store_u16,
     store_u32,
 )
@@ -51,7 +53,8 @@ from .table import float_word, word
 from .vectors import exp, load, max_lanes, maximum, select_range, splat, store, sum_lanes
 
 PANELS = SPLIT // 16
-TABLES_BYTES = 2 * PANELS * 8  # addresses of a split's K panels, then of its V panels
+KEYS, VALUES, KEY_SCALES, VALUE_SCALES = (part * PANELS * 8 for part in range(4))  # of a split, panel by panel
+TABLES_BYTES = 4 * PANELS * 8  # their addresses
 ZERO = np.float32(0.0)
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -66,10 +69,10 @@ def partial_bytes(queries_per_kv_head: int, head_width: int) -> int:
 
 
 def scratch_bytes(queries_per_kv_head: int, head_width: int) -> int:
-    """Per thread: queries, scores, two partials, panel tables of this split and the next, gathered K and V."""
+    """Per thread: queries, scores, two partials, panel tables of this split and the next, copies of K and V."""
     rows = tile_rows(queries_per_kv_head)
     partials = 2 * partial_bytes(queries_per_kv_head, head_width)
-    return rows * (head_width + SPLIT) * 4 + partials + 2 * TABLES_BYTES + 2 * SPLIT * head_width * 4
+    return rows * (head_width + SPLIT) * 4 + partials + 2 * TABLES_BYTES + 2 * SPLIT * (4 + head_width * 4)
 
 
 # -- partial results --------------------------------------------------------------------------------------------------
@@ -150,41 +153,50 @@ def gather_queries(row: int, state: int, unit: int, out: int) -> None:
 
 
 @kernel
-def gather_token(key: int, value: int, keys: int, values: int, token: int, state: int) -> None:
-    """Copy one token's K column and V row out of a block into panels of 16 tokens (block sizes that are none)."""
-    head_width, block_size = word(state, t.HEAD_WIDTH), word(state, t.BLOCK_SIZE)
-    lanes = word(state, t.KEY_BYTES) // (4 * block_size)
-    keys += (token >> 4) * lanes * 64 + (token & 15) * 4
-    for lane in range(lanes):
-        store_u32(keys + lane * 64, load_u32(key + lane * block_size * 4))
-    if word(state, t.KV_FORMAT) == BFLOAT16:
-        values += (token >> 1) * head_width * 4 + (token & 1) * 2
-        for d in range(head_width):
-            store_u16(values + 4 * d, load_u16(value + 4 * d))
-    else:
-        for i in range(0, 4 * head_width, 64):
-            store(values + token * head_width * 4 + i, load(value + i))
+def copy_numbers(source: int, source_stride: int, target: int, target_stride: int, count: int, size: int) -> None:
+    """Copy `count` numbers of `size` bytes."""
+    for i in range(count):
+        if size == 4:
+            store_u32(target + i * target_stride, load_u32(source + i * source_stride))
+        elif size == 2:
+            store_u16(target + i * target_stride, load_u16(source + i * source_stride))
+        else:
+            store_u8(target + i * target_stride, load_u8(source + i * source_stride))
+
+
+@kernel
+def value_offset(state: int, token: int) -> int:
+    """Where the V of a token starts, counted from the first token's."""
+    lane_bytes, pair = word(state, t.KV_LANE_BYTES), word(state, t.KV_PAIR)
+    return token // pair * word(state, t.HEAD_WIDTH) * lane_bytes + token % pair * (lane_bytes // pair)
 
 
 @kernel
 def find_panels(row: int, state: int, unit: int, start: int, low: int, high: int, tables: int) -> None:
-    """Fill two tables with the addresses of the split's K and V panels, for tokens start + low .. start + high - 1.
+    """Fill the tables with the addresses of the split's panels, for tokens start + low .. start + high - 1.
 
-    For blocks of whole panels: nothing is copied.
+    For blocks of whole panels: nothing is copied. Scales are asked for.
     """
-    block_size, block_bytes = word(state, t.BLOCK_SIZE), word(state, t.BLOCK_BYTES)
-    per_token = word(state, t.HEAD_WIDTH) * (2 if word(state, t.KV_FORMAT) == BFLOAT16 else 4)
+    block_size, lane_bytes = word(state, t.BLOCK_SIZE), word(state, t.KV_LANE_BYTES)
+    scales_bytes = word(state, t.KV_SCALES_BYTES)
     blocks = word(state, t.BLOCK_TABLES) + word(unit, SEQUENCE) * word(state, t.MAX_BLOCKS) * 4
-    k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
-    v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
+    k_base = word(state, t.POOL) + word(row, t.LAYER) * word(state, t.LAYER_BYTES)
+    v_base = k_base + word(state, t.VALUES_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
+    k_base += word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
     token = low & -16
     blocks += (start + token) // block_size * 4
     offset = (start + token) % block_size
     while token < high:
-        block = load_i32(blocks) * block_bytes
+        block = load_i32(blocks) * word(state, t.BLOCK_BYTES)
         while offset < block_size and token < high:
-            store_i64(tables + (token >> 4) * 8, k_base + block + offset * 4)
-            store_i64(tables + (PANELS + (token >> 4)) * 8, v_base + block + offset * per_token)
+            entry = tables + (token >> 4) * 8
+            if scales_bytes:
+                store_i64(entry + KEY_SCALES, k_base + block + 4 * offset)
+                store_i64(entry + VALUE_SCALES, v_base + block + 4 * offset)
+                ask(k_base + block + 4 * offset)
+                ask(v_base + block + 4 * offset)
+            store_i64(entry + KEYS, k_base + block + scales_bytes + offset * lane_bytes)
+            store_i64(entry + VALUES, v_base + block + scales_bytes + value_offset(state, offset))
             token, offset = token + 16, offset + 16
         blocks, offset = blocks + 4, 0
 
@@ -193,33 +205,51 @@ def find_panels(row: int, state: int, unit: int, start: int, low: int, high: int
 def gather_panels(row: int, state: int, unit: int, start: int, low: int, high: int, tables: int, copies: int) -> None:
     """The same for blocks that are not whole panels: their tokens are copied into panels, zeros before `low`."""
     block_size, head_width = word(state, t.BLOCK_SIZE), word(state, t.HEAD_WIDTH)
-    is_bf16 = word(state, t.KV_FORMAT) == BFLOAT16
-    panel_bytes = 16 * head_width * (2 if is_bf16 else 4)
+    lane_bytes, scales_bytes = word(state, t.KV_LANE_BYTES), word(state, t.KV_SCALES_BYTES)
+    number_bytes = lane_bytes // word(state, t.KV_PAIR)
+    key_lanes = (word(state, t.KEY_BYTES) - scales_bytes) // (block_size * lane_bytes)
     blocks = word(state, t.BLOCK_TABLES) + word(unit, SEQUENCE) * word(state, t.MAX_BLOCKS) * 4
-    k_base = word(state, t.POOL) + word(row, t.K_OFFSET) + word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
-    v_base = word(state, t.POOL) + word(row, t.V_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
-    keys, values = copies, copies + SPLIT * head_width * 4
+    k_base = word(state, t.POOL) + word(row, t.LAYER) * word(state, t.LAYER_BYTES)
+    v_base = k_base + word(state, t.VALUES_OFFSET) + word(unit, KV_HEAD) * word(state, t.VALUE_BYTES)
+    k_base += word(unit, KV_HEAD) * word(state, t.KEY_BYTES)
+    key_scales, value_scales = copies, copies + 4 * SPLIT
+    keys, values = copies + 8 * SPLIT, copies + 8 * SPLIT + SPLIT * head_width * 4
     for panel in range(low >> 4, (high + 15) >> 4):
-        store_i64(tables + panel * 8, keys + panel * (word(state, t.KEY_BYTES) // block_size) * 16)
-        store_i64(tables + (PANELS + panel) * 8, values + panel * panel_bytes)
-    for i in range((low >> 4) * panel_bytes, ((low + 15) >> 4) * panel_bytes, 64):
+        entry = tables + panel * 8
+        store_i64(entry + KEYS, keys + panel * key_lanes * 16 * lane_bytes)
+        store_i64(entry + VALUES, values + value_offset(state, panel * 16))
+        store_i64(entry + KEY_SCALES, key_scales + panel * 64)
+        store_i64(entry + VALUE_SCALES, value_scales + panel * 64)
+    for i in range(value_offset(state, low & -16), value_offset(state, (low + 15) & -16), 64):
         store(values + i, splat(ZERO))
     for token in range(low, high):
         block = load_i32(blocks + (start + token) // block_size * 4) * word(state, t.BLOCK_BYTES)
         offset = (start + token) % block_size
-        value = offset * head_width * 4
-        if is_bf16:
-            value = (offset >> 1) * head_width * 4 + (offset & 1) * 2
-        gather_token(k_base + block + offset * 4, v_base + block + value, keys, values, token, state)
+        source = k_base + block + scales_bytes + offset * lane_bytes
+        target = keys + (token >> 4) * key_lanes * 16 * lane_bytes + (token & 15) * lane_bytes
+        copy_numbers(source, block_size * lane_bytes, target, 16 * lane_bytes, key_lanes, lane_bytes)
+        source = v_base + block + scales_bytes + value_offset(state, offset)
+        copy_numbers(source, lane_bytes, values + value_offset(state, token), lane_bytes, head_width, number_bytes)
+        if scales_bytes:
+            store_f32(key_scales + 4 * token, load_f32(k_base + block + 4 * offset))
+            store_f32(value_scales + 4 * token, load_f32(v_base + block + 4 * offset))
 
 
 @kernel
-def soften(scores: int, first: int, last: int, low: int, high: int, maximum_at: int, sum_at: int) -> None:
-    """scores -> exp(scores - max) over tokens low .. high - 1, exact zeros elsewhere in panels first .. last - 1."""
+def soften(
+    scores: int, first: int, last: int, low: int, high: int, tables: int, scaled: int, maximum_at: int, sum_at: int
+) -> None:
+    """scores -> exp(scores - max) over tokens low .. high - 1, exact zeros elsewhere in panels first .. last - 1.
+
+    `scaled`: scores of K are multiplied by its scales first, and the result, for V, by V's; the sum is without those.
+    """
     nothing = splat(MINUS_INFINITY)
     best = nothing
     for panel in range(first, last):
         value = load(scores + panel * 64)
+        if scaled:
+            value = value * load(load_i64(tables + KEY_SCALES + panel * 8))
+            store(scores + panel * 64, value)
         if panel * 16 < low or panel * 16 + 16 > high:
             value = select_range(low - panel * 16, high - panel * 16, value, nothing)
         best = maximum(value, best)
@@ -227,10 +257,14 @@ def soften(scores: int, first: int, last: int, low: int, high: int, maximum_at: 
     total = splat(ZERO)
     for panel in range(first, last):
         value = exp(load(scores + panel * 64) - splat(top))
+        weighted = value
+        if scaled:
+            weighted = value * load(load_i64(tables + VALUE_SCALES + panel * 8))
         if panel * 16 < low or panel * 16 + 16 > high:
             value = select_range(low - panel * 16, high - panel * 16, value, splat(ZERO))
+            weighted = select_range(low - panel * 16, high - panel * 16, weighted, splat(ZERO))
         total = total + value
-        store(scores + panel * 64, value)
+        store(scores + panel * 64, weighted)
     store_f32(maximum_at, top)
     store_f32(sum_at, sum_lanes(total))
 
@@ -288,24 +322,27 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
         gather_panels(row, state, unit, start, low, high, tables, tables + 2 * TABLES_BYTES)
     else:
         find_panels(row, state, unit, start, low, high, tables)
-    is_bf16 = word(state, t.KV_FORMAT) == BFLOAT16
-    keys, values = tables + first * 8, tables + (PANELS + first) * 8
+    scaled, pair, lane_bytes = word(state, t.KV_SCALES_BYTES), word(state, t.KV_PAIR), word(state, t.KV_LANE_BYTES)
+    keys, values = tables + KEYS + first * 8, tables + VALUES + first * 8
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, last - first, queries, head_width * 4,
-        keys, 0, 8, 0, 0, 1, 0, 1, head_dim, (head_dim + 1) & -2 if is_bf16 else head_dim,
-        64 if block_size & 15 else block_size * 4, 0, 0, scores + first * 64, SPLIT * 4, 0, 0, values, 8, 0, 0, 0, 0,
+        keys, 0, 8, 0, 0, 1, 0, 1, head_dim, (head_dim + pair - 1) & -pair,
+        (16 if block_size & 15 else block_size) * lane_bytes, 0, 0, scores + first * 64, SPLIT * 4, 0, 0,
+        values, 8, 0, 0, 0, 0, 16 * lane_bytes,
     )  # fmt: skip
     maxima, sums = partial + rows * head_width * 4, partial + rows * (head_width + 1) * 4
     for r in range(rows):
         seen = position + r // group + 1 - start  # tokens of this split up to the query's own
         row_low = min(SPLIT, max(0, seen - window)) if window else 0
         row_high = max(row_low, min(SPLIT, seen))
-        soften(scores + r * SPLIT * 4, first, last, row_low, row_high, maxima + 4 * r, sums + 4 * r)
+        at = scores + r * SPLIT * 4
+        soften(at, first, last, row_low, row_high, tables, scaled, maxima + 4 * r, sums + 4 * r)
     following = find_next(row, state, unit, split, tables + TABLES_BYTES)
     product(
         word(state, t.TILES), word(state, t.KV_FORMAT), rows, head_width >> 4, scores + first * 64, SPLIT * 4,
-        values, 8, 0, 64, 0, 1, 0, last - first, 16, high - 16 * (last - 1), head_width * 4,
-        0, 0, partial, head_width * 4, 0, 0, following or values, 0, 8, 0, 512 if is_bf16 else 1024, 0,
+        values, 8, 0, 16 * lane_bytes, 0, 1, 0, last - first, 16, high - 16 * (last - 1),
+        head_width * lane_bytes, 0, 0, partial, head_width * 4, 0, 0,
+        following or values, 0, 8, 0, 256 * lane_bytes // pair, 0, 16 * lane_bytes,
     )  # fmt: skip
 
 

@@ -14,6 +14,9 @@ from llvmlite import binding
 FLOAT32 = 0
 BFLOAT16 = 1
 BFLOAT16_DOT = 2
+# Only keys and values are held like this: halves, and bytes whose scales are applied elsewhere.
+FLOAT16 = 3
+CODES = 4
 # Weights in groups of codes (see `groups`). Their tiles are low: many rows pass panels that were unpacked to FLOAT32.
 FIRST_GROUPED = 8
 INT8, INT4, INT8_K, INT4_K = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 4)
@@ -21,6 +24,8 @@ FORMAT_NAMES = {
     FLOAT32: "float32",
     BFLOAT16: "bfloat16",
     BFLOAT16_DOT: "bfloat16_dot",
+    FLOAT16: "float16",
+    CODES: "codes",
     INT8: "int8",
     INT4: "int4",
     INT8_K: "int8_k",
@@ -46,10 +51,11 @@ class Isa:
 _WIDE, _MIDDLE, _PAIR, _ONE = (8, 4, 2, 1), (4, 2, 1), (2, 1), (1,)
 _GROUPED_WIDE: dict[int, Tiles] = dict.fromkeys(GROUPED, (_MIDDLE, _MIDDLE, _PAIR, _PAIR, _PAIR, _PAIR))
 _GROUPED_NARROW: dict[int, Tiles] = dict.fromkeys(GROUPED, (_PAIR, _PAIR, _ONE, _ONE))
+_UNPACKED = (FLOAT32, FLOAT16, CODES)  # one k in a lane, as float32 after at most a conversion
 AVX512 = Isa(
     "avx512",
     {
-        FLOAT32: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 4),
+        **dict.fromkeys(_UNPACKED, (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 4)),
         BFLOAT16: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 3, *(_ONE,) * 5),
         BFLOAT16_DOT: (_WIDE, _WIDE, *(_MIDDLE,) * 4, *(_PAIR,) * 4),
         **_GROUPED_WIDE,
@@ -58,9 +64,10 @@ AVX512 = Isa(
 _AVX2_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE)
 _NEON_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE, _ONE)
 _PLAIN_TILES = (_PAIR, _ONE, _ONE)
-AVX2 = Isa("avx2", {FLOAT32: _AVX2_TILES, BFLOAT16: _AVX2_TILES, BFLOAT16_DOT: _AVX2_TILES, **_GROUPED_NARROW})
-NEON = Isa("neon", {FLOAT32: _NEON_TILES, BFLOAT16: _NEON_TILES, BFLOAT16_DOT: _NEON_TILES, **_GROUPED_NARROW})
-PLAIN = Isa("plain", {FLOAT32: _PLAIN_TILES, BFLOAT16: _PLAIN_TILES, BFLOAT16_DOT: _PLAIN_TILES, **_GROUPED_NARROW})
+_UNGROUPED = (*_UNPACKED, BFLOAT16, BFLOAT16_DOT)
+AVX2 = Isa("avx2", {**dict.fromkeys(_UNGROUPED, _AVX2_TILES), **_GROUPED_NARROW})
+NEON = Isa("neon", {**dict.fromkeys(_UNGROUPED, _NEON_TILES), **_GROUPED_NARROW})
+PLAIN = Isa("plain", {**dict.fromkeys(_UNGROUPED, _PLAIN_TILES), **_GROUPED_NARROW})
 
 
 @lru_cache(maxsize=1)
@@ -81,6 +88,11 @@ def host_isa() -> Isa:
 def host_fuses() -> bool:
     """Whether multiply-add with one rounding is an instruction (LLVM calls a slow function where it is not)."""
     return "fma" in host_features() or platform.machine() in ("aarch64", "arm64")
+
+
+def host_has_half() -> bool:
+    """Whether conversions between float32 and float16 are instructions (LLVM calls a library where they are not)."""
+    return "f16c" in host_features() or platform.machine() in ("aarch64", "arm64")
 
 
 def host_has_dot() -> bool:

@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from .isa import host_has_half
 from .jit import instruction
 
 POINTER = ir.PointerType()
@@ -34,6 +35,7 @@ load_i64 = _load("load_i64", types.int64, INT64)
 load_i32 = _load("load_i32", types.int64, ir.IntType(32), "sext")
 load_u32 = _load("load_u32", types.uint32, ir.IntType(32))
 load_u16 = _load("load_u16", types.uint32, ir.IntType(16), "zext")
+load_u8 = _load("load_u8", types.uint32, ir.IntType(8), "zext")
 
 
 def _store(name: str, given: Any, stored: ir.Type, truncate: bool = False) -> Callable[..., Any]:
@@ -55,6 +57,7 @@ store_f32 = _store("store_f32", types.float32, ir.FloatType())
 store_i64 = _store("store_i64", types.int64, INT64)
 store_u32 = _store("store_u32", types.uint32, ir.IntType(32))
 store_u16 = _store("store_u16", types.uint32, ir.IntType(16), truncate=True)
+store_u8 = _store("store_u8", types.uint32, ir.IntType(8), truncate=True)
 
 
 @instruction
@@ -71,6 +74,19 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 def bits_of_float(typing_context: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@instruction
+def bits_of_half(typing_context: Any, value: Any) -> Any:
+    """The 16 bits of a float32 rounded to the nearest float16; nothing where the processor has no such instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not host_has_half():
+            return ir.IntType(32)(0)
+        half = builder.fptrunc(arguments[0], ir.HalfType())
+        return builder.zext(builder.bitcast(half, ir.IntType(16)), ir.IntType(32))
 
     return types.uint32(types.float32), generate
 

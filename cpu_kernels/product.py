@@ -41,12 +41,13 @@ def product(
     ahead_offset: int,
     ahead_forward: int,
     ahead_span: int,
+    step_bytes: int = 64,
 ) -> None:
     """out (rows, 16 panels) (+)= x (rows, k) times panels, with `tiles` from `tile_table` and the arguments of a tile.
 
     Rows are cut evenly (7 = 4 + 3, not 5 + 2), because a tile with few rows is slow. Where there is more than one cut,
     all rows pass one panel before the next, which arrives from memory meanwhile: each tile asks for its share of the
-    `ahead_span` bytes that will be read.
+    `ahead_span` bytes that will be read. Where there is one, `step_bytes` are asked for in each step.
     """
     formats = tiles + weight_format * FORMAT_BYTES
     cuts = (rows + load_i64(formats) - 1) // load_i64(formats)
@@ -85,7 +86,7 @@ def product(
                 ahead_segment_step,
                 ahead_offset + panel * ahead_forward + share,
                 ahead_forward,
-                64 * width // cuts if cuts > 1 else 64,
+                step_bytes * width // cuts if cuts > 1 else step_bytes,
             )
             call_address(load_i64(entry), arguments)
             row += height

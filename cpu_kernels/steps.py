@@ -14,11 +14,12 @@ from llvmlite import ir
 from .emit import BYTE, Values, loop
 from .group_steps import grouped_step
 from .groups import GROUP_FORMATS
-from .isa import BFLOAT16, BFLOAT16_DOT, FLOAT32, host_has_dot
+from .isa import BFLOAT16, BFLOAT16_DOT, CODES, FLOAT16, FLOAT32, host_has_dot
 from .memory import INT64, POINTER
 from .vectors import FLOATS, INTS, LANES, int_constant, multiply_add, splat_value
 
 ROUNDING = "round_rows"
+HALVES, CODE_LANES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(8), LANES)
 _LOW_HALF, _HIGH_HALF = 0x0000FFFF, 0xFFFF0000 - (1 << 32)
 
 
@@ -45,6 +46,8 @@ def step_of(weight_format: int) -> Step:
     return {
         FLOAT32: Step(1, 4, 4, _float32),
         BFLOAT16: Step(2, 8, 2, _bfloat16),
+        FLOAT16: Step(1, 4, 4, _float16),
+        CODES: Step(1, 4, 4, _codes),
         BFLOAT16_DOT: Step(2, 4, 2, _dot if host_has_dot() else _emulated_dot),
     }[weight_format]
 
@@ -61,6 +64,16 @@ def _accumulate(builder: Any, sums: list[Values], weights: Values, xs: Values, k
 
 def _float32(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
     return _accumulate(builder, sums, [builder.load(w, align=4, typ=FLOATS) for w in weights], xs, 0)
+
+
+def _float16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+    halves = [builder.load(w, align=2, typ=HALVES) for w in weights]
+    return _accumulate(builder, sums, [builder.fpext(half, FLOATS) for half in halves], xs, 0)
+
+
+def _codes(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+    wide = [builder.sext(builder.load(w, align=1, typ=CODE_LANES), INTS) for w in weights]
+    return _accumulate(builder, sums, [builder.sitofp(codes, FLOATS) for codes in wide], xs, 0)
 
 
 def _low(builder: Any, pair: Any) -> Any:

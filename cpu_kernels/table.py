@@ -38,9 +38,9 @@ PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, ATTENTION, ACTIVATION, SELECT_ROWS
     KIND,                    # SILU or GELU_TANH
     COS, SIN, HALF,          # rotary tables (max_model_len, HALF) float32
     Q_NORM, K_NORM,          # addresses of head norms, 0: none
-    K_OFFSET, V_OFFSET,      # where this layer's K and V lie in a block, in bytes
+    LAYER,                   # whose K and V
     WINDOW,                  # tokens a query may look back, itself included; 0: everything
-) = range(30)
+) = range(29)
 # fmt: on
 ROW_WORDS = 32
 ROW_BYTES = 8 * ROW_WORDS
@@ -60,8 +60,11 @@ SILU, GELU_TANH = 0, 1
     SCRATCH, SCRATCH_BYTES,  # per thread
     LINEAR_SCRATCH, LINEAR_BYTES,  # per thread: rows of x rounded to bfloat16,
     TOTALS_OFFSET,           # and from here on totals of a product
-    POOL, BLOCK_SIZE, BLOCK_BYTES, KV_FORMAT,
+    POOL, LAYER_BYTES,       # address; bytes of one layer, all blocks
+    BLOCK_SIZE, BLOCK_BYTES, # bytes of one block in one layer
+    VALUES_OFFSET,           # of the heads' V in it, which stand behind K
     KEY_BYTES, VALUE_BYTES,  # K and V of one head in one block
+    KV_FORMAT, KV_PAIR, KV_LANE_BYTES, KV_SCALES_BYTES,  # see `kv_formats.KvFormat`
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_WIDTH,  # HEAD_WIDTH: HEAD_DIM filled up to whole panels
     UNITS, NUM_UNITS,        # the attention plan of this step
     PARTIALS, PARTIAL_BYTES, ARRIVALS,
@@ -73,9 +76,9 @@ SILU, GELU_TANH = 0, 1
     TOP_WIDTH,               # columns of the top lists
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(48)
+) = range(53)
 # fmt: on
-STATE_WORDS = 96
+STATE_WORDS = 104
 
 # Per operation two counters, a cache line each: the next unit to claim, and the units done. The high half of each is
 # the number of the step.

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from ..cpu_kernels import table as t
 from ..cpu_kernels.compiler import Kernels, load_kernels
-from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT, FLOAT32, FORMAT_NAMES, GROUPED, host_has_dot, host_isa
+from ..cpu_kernels.isa import (
+    BFLOAT16,
+    BFLOAT16_DOT,
+    FLOAT32,
+    FORMAT_NAMES,
+    GROUPED,
+    host_has_dot,
+    host_has_half,
+    host_isa,
+)
+from ..cpu_kernels.kv_formats import KV_FORMATS
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.sampling import SampledArrays, SamplingArrays
 from ..cpu_kernels.selfcheck import dot_agrees
@@ -30,11 +40,8 @@ from .program import Logits, Program, Weight
 from .weight_cache import WeightCache
 from .weights import Checkpoint
 
-KV_LAYOUT_VERSION = 1
+KV_LAYOUT_VERSION = 2
 """Goes up with every change of a block's layout or of a kernel's arithmetic: stored blocks are computed anew then."""
-
-FORMATS = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16}
-
 
 _STEP_ARRAYS = (  # in the order of their words in the state
     ("tokens", np.int32),
@@ -57,10 +64,14 @@ def _quiet(what: str, share: float) -> None:
     """Reports to nobody."""
 
 
-def _format(name: str, field: str) -> int:
-    if name not in FORMATS:
-        raise ValueError(f"{field} {name!r} is not supported on the CPU; set {field} to {', '.join(FORMATS)}")
-    return FORMATS[name]
+def _kv_format(dtype: str, kv_dtype: str) -> str:
+    """The name of the format of keys and values; auto: float32 beside float32 weights, else bfloat16."""
+    name = kv_dtype if kv_dtype != "auto" else "float32" if dtype == "float32" else "bfloat16"
+    supported = [name for name in KV_FORMATS if name != "float16" or host_has_half()]
+    if name not in supported:
+        reason = "needs a processor with F16C" if name in KV_FORMATS else "is not supported on the CPU"
+        raise ValueError(f"kv_dtype {name!r} {reason}; set kv_dtype to auto, {', '.join(supported)}")
+    return name
 
 
 def _names(formats: Iterable[int]) -> str:
@@ -69,7 +80,7 @@ def _names(formats: Iterable[int]) -> str:
 
 class CpuBackend:
     """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int8 | int4 (see `cpu_weights.format_of`);
-    `kv_dtype`: auto | float32 | bfloat16. Activations are always float32.
+    `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token). Activations are always float32.
 
     `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
     other files). `model_hash`: what the checkpoint holds, if its packed weights shall be kept there, too.
@@ -91,22 +102,22 @@ class CpuBackend:
     ) -> None:
         if dtype not in WEIGHT_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported on the CPU; set dtype to {', '.join(WEIGHT_DTYPES)}")
-        kv_format = _format("float32" if (dtype, kv_dtype) == ("float32", "auto") else kv_dtype, "kv_dtype")
+        self._kv_dtype = _kv_format(dtype, kv_dtype)
+        kv = KV_FORMATS[self._kv_dtype]
         self._limits, self._config = limits, program.config
         self._num_threads = threads or usable_cpus()
-        self._kv_format = kv_format
         kept = WeightCache(cache_directory() / "weights") if model_hash else None
         self._weights = pack_weights(program, checkpoint, dtype, progress, kept, model_hash)
         held = frozenset(self._weights.formats.values())
-        self._layout = PoolLayout.of(program.config, limits.block_size, kv_format)
+        self._layout = PoolLayout.of(program.config, limits.block_size, kv)
         dot = {BFLOAT16_DOT} if BFLOAT16 in held and host_has_dot() else set()
         unpacked = {FLOAT32} if held & set(GROUPED) else set()
-        self._tile_formats = sorted({kv_format} | held | dot | unpacked)
+        self._tile_formats = sorted({kv.tile_format} | held | dot | unpacked)
         kernels = load_kernels(host_isa(), self._tile_formats, cache or cache_directory() / "kernels", progress)
         self._read_as = self._choose_read_as(kernels, progress)
         rounded = rounded_inputs(program, self._read_as)
         self._workspace = Workspace(program, limits, self._num_threads, rounded)
-        table = OperationTable(self._weights, self._workspace, self._layout, self._read_as, self._num_threads)
+        table = OperationTable(self._weights, self._workspace, self._read_as, self._num_threads)
         self._operations = table.build(program)
         self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
         self._state = self._new_state(kernels)
@@ -127,7 +138,8 @@ class CpuBackend:
         return {weight: BFLOAT16_DOT if name == BFLOAT16 else name for weight, name in held.items()}
 
     def _new_state(self, kernels: Kernels) -> NDArray[np.int64]:
-        config, workspace, state = self._config, self._workspace, np.zeros(t.STATE_WORDS, dtype=np.int64)
+        config, workspace, layout = self._config, self._workspace, self._layout
+        state = np.zeros(t.STATE_WORDS, dtype=np.int64)
         self._kernels = kernels  # keeps what the state points to
         words = {
             t.FUNCTIONS: kernels.functions.ctypes.data,
@@ -140,10 +152,14 @@ class CpuBackend:
             t.SCRATCH: workspace.scratch,
             t.SCRATCH_BYTES: workspace.scratch_bytes,
             t.BLOCK_SIZE: self._limits.block_size,
-            t.BLOCK_BYTES: self._layout.block_bytes,
-            t.KV_FORMAT: self._kv_format,
-            t.KEY_BYTES: self._layout.key_bytes // config.num_kv_heads,
-            t.VALUE_BYTES: self._layout.value_bytes // config.num_kv_heads,
+            t.BLOCK_BYTES: layout.layer_bytes,
+            t.VALUES_OFFSET: layout.values_offset,
+            t.KEY_BYTES: layout.key_bytes,
+            t.VALUE_BYTES: layout.value_bytes,
+            t.KV_FORMAT: layout.kv.tile_format,
+            t.KV_PAIR: layout.kv.pair,
+            t.KV_LANE_BYTES: layout.kv.lane_bytes,
+            t.KV_SCALES_BYTES: layout.kv.scales_bytes(self._limits.block_size),
             t.NUM_HEADS: config.num_heads,
             t.NUM_KV_HEADS: config.num_kv_heads,
             t.HEAD_DIM: config.head_dim,
@@ -164,14 +180,13 @@ class CpuBackend:
 
     @property
     def description(self) -> str:
-        weights, kv = _names(self._weights.formats.values()), FORMAT_NAMES[self._kv_format]
+        weights, kv = _names(self._weights.formats.values()), self._kv_dtype
         dot = " with dot products" if BFLOAT16_DOT in self._read_as.values() else ""
         return f"cpu, {host_isa().name} kernels{dot}, {weights} weights, {kv} KV, {self._num_threads} threads"
 
     @property
     def kv_layout(self) -> str:
-        products, kv = _names(self._read_as.values()), FORMAT_NAMES[self._kv_format]
-        return f"cpu-{KV_LAYOUT_VERSION}-{host_isa().name}-{products}-{kv}"
+        return f"cpu-{KV_LAYOUT_VERSION}-{host_isa().name}-{_names(self._read_as.values())}-{self._kv_dtype}"
 
     @property
     def weights_bytes(self) -> int:
@@ -193,24 +208,27 @@ class CpuBackend:
     def allocate_pool(self, num_blocks: int) -> None:
         self._pool = map_bytes(num_blocks * self.block_bytes, "the pool", "lower pool_bytes")
         self._state[t.POOL] = self._pool.ctypes.data
+        self._state[t.LAYER_BYTES] = num_blocks * self._layout.layer_bytes
 
-    def _blocks(self) -> Bytes:
-        """(num_blocks, block_bytes) uint8."""
-        return self._pool.reshape(-1, self.block_bytes)
+    def _layers(self) -> Bytes:
+        """(num_layers, num_blocks, layer_bytes) uint8."""
+        return self._pool.reshape(self._layout.num_layers, -1, self._layout.layer_bytes)
 
     def copy_blocks(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        blocks = self._blocks()
+        layers = self._layers()
         for origin, target in zip(source, destination, strict=True):
-            blocks[target] = blocks[origin]
+            layers[:, target] = layers[:, origin]
 
     def read_blocks(self, blocks: Sequence[int]) -> Bytes:
-        return self._blocks()[np.asarray(blocks, dtype=np.intp)]
+        parts = self._layers()[:, np.asarray(blocks, dtype=np.intp)]
+        return parts.transpose(1, 0, 2).reshape(len(blocks), self.block_bytes)
 
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> None:
-        self._blocks()[np.asarray(blocks, dtype=np.intp)] = data
+        parts = data.reshape(len(blocks), self._layout.num_layers, self._layout.layer_bytes)
+        self._layers()[:, np.asarray(blocks, dtype=np.intp)] = parts.transpose(1, 0, 2)
 
     def keys_values(self, data: Bytes) -> Float32:
-        return panels_as_numbers(data, self._layout, self._config, self._limits.block_size, self._kv_format)
+        return panels_as_numbers(data, self._layout, self._config, self._limits.block_size)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

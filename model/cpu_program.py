@@ -13,6 +13,7 @@ from ..cpu_kernels import packing
 from ..cpu_kernels import table as t
 from ..cpu_kernels.attention import partial_bytes, scratch_bytes
 from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT
+from ..cpu_kernels.kv_formats import KvFormat
 from ..cpu_kernels.linear import BLOCK_ROWS, STRETCH
 from ..cpu_kernels.packing import round_up
 from ..cpu_kernels.plan import SPLIT, UNIT_BYTES
@@ -51,30 +52,33 @@ def float_bits(value: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Bytes of K and V in one block: for each layer K of all KV heads, then V (shapes in `cpu_kernels.rope`)."""
+    """Bytes of K and V in one block: for each layer K of all KV heads, then V (see `cpu_kernels.kv_formats`)."""
 
-    key_bytes: int  # one layer, all heads
+    kv: KvFormat
+    key_bytes: int  # one head
     value_bytes: int
+    num_kv_heads: int
     num_layers: int
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int, kv_format: int) -> PoolLayout:
-        head_width = round_up(config.head_dim, 16)
-        key_lanes, value_lanes = config.head_dim, block_size
-        if kv_format == BFLOAT16:
-            key_lanes, value_lanes = -(-key_lanes // 2), -(-value_lanes // 2)
-        heads = config.num_kv_heads
-        return cls(heads * key_lanes * block_size * 4, heads * value_lanes * head_width * 4, config.num_layers)
+    def of(cls, config: ModelConfig, block_size: int, kv: KvFormat) -> PoolLayout:
+        key_bytes = kv.key_bytes(config.head_dim, block_size)
+        value_bytes = kv.value_bytes(round_up(config.head_dim, 16), block_size)
+        return cls(kv, key_bytes, value_bytes, config.num_kv_heads, config.num_layers)
+
+    @property
+    def values_offset(self) -> int:
+        """Where V starts in a block's part of a layer."""
+        return self.num_kv_heads * self.key_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """One layer of one block."""
+        return self.num_kv_heads * (self.key_bytes + self.value_bytes)
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * (self.key_bytes + self.value_bytes)
-
-    def key_offset(self, layer: int) -> int:
-        return layer * (self.key_bytes + self.value_bytes)
-
-    def value_offset(self, layer: int) -> int:
-        return self.key_offset(layer) + self.key_bytes
+        return self.num_layers * self.layer_bytes
 
 
 def row_stride(width: int) -> int:
@@ -177,11 +181,10 @@ class OperationTable:
         self,
         weights: PackedWeights,
         workspace: Workspace,
-        pool: PoolLayout,
         read_as: Mapping[Weight, int],
         num_threads: int,
     ) -> None:
-        self._weights, self._workspace, self._pool = weights, workspace, pool
+        self._weights, self._workspace = weights, workspace
         self._read_as, self._num_threads = read_as, num_threads
         self._rows: list[Words] = [{t.OPCODE: t.PLAN}]
 
@@ -210,7 +213,7 @@ class OperationTable:
             case RopeKvWrite():
                 self._rows.append(self._rope_kv_write(op))
             case PagedAttention():
-                words = self._input(op.qkv) | self._output(op.out) | self._layer(op.layer)
+                words = self._input(op.qkv) | self._output(op.out) | {t.LAYER: op.layer}
                 self._rows.append({t.OPCODE: t.ATTENTION, t.SCALAR: float_bits(op.scale), t.WINDOW: op.window} | words)
             case GatedActivation():
                 words = self._input(op.gate_up) | self._output(op.out) | {t.KIND: KINDS[op.kind]}
@@ -228,9 +231,6 @@ class OperationTable:
         kind = t.TOKEN_ROWS if buffer.rows == "tokens" else t.LOGIT_ROWS
         words = {t.OUT: address, t.OUT_STRIDE: stride, t.WIDTH: buffer.width, t.ROWS_KIND: kind}
         return words | {t.ROUNDED_OUT: self._workspace.rounded.get(buffer.name, 0)}
-
-    def _layer(self, layer: int) -> Words:
-        return {t.K_OFFSET: self._pool.key_offset(layer), t.V_OFFSET: self._pool.value_offset(layer)}
 
     def _matrix(self, weight: Weight, read_as: int) -> Words:
         weight_format = self._weights.formats[weight]
@@ -265,7 +265,7 @@ class OperationTable:
 
     def _rope_kv_write(self, op: RopeKvWrite) -> Words:
         cos, sin = self._workspace.ropes[op.rope]
-        words = {t.OPCODE: t.ROPE_KV_WRITE, t.SCALAR: float_bits(op.eps)} | self._input(op.qkv) | self._layer(op.layer)
+        words = {t.OPCODE: t.ROPE_KV_WRITE, t.SCALAR: float_bits(op.eps)} | self._input(op.qkv) | {t.LAYER: op.layer}
         words |= {t.COS: cos, t.SIN: sin, t.HALF: op.rope.rotary_dim // 2}
         norms = {t.Q_NORM: op.q_norm, t.K_NORM: op.k_norm}
         return words | {index: self._weights.addresses[norm] for index, norm in norms.items() if norm is not None}

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cpu_kernels.isa import BFLOAT16, FLOAT32, FORMAT_NAMES
+from ..cpu_kernels.isa import BFLOAT16, CODES, FLOAT16, FLOAT32
+from ..cpu_kernels.kv_formats import KvFormat
 from ..cpu_kernels.packing import round_up
 from .batch import Float32
 from .config import ModelConfig
@@ -23,28 +24,37 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 
 
-def panels_as_numbers(data: Bytes, layout: PoolLayout, config: ModelConfig, block_size: int, kv_format: int) -> Float32:
-    """Blocks of the CPU's pool, (num_blocks, block_bytes); their shapes are in `cpu_kernels.rope`."""
+def panels_as_numbers(data: Bytes, layout: PoolLayout, config: ModelConfig, block_size: int) -> Float32:
+    """Blocks of the CPU's pool, (num_blocks, block_bytes); their shapes are in `cpu_kernels.kv_formats`."""
     head_dim, num_heads = config.head_dim, config.num_kv_heads
     out = np.empty((len(data), config.num_layers, 2, block_size, num_heads, head_dim), dtype=np.float32)
-    for layer in range(config.num_layers):
-        keys_at, values_at, end = layout.key_offset(layer), layout.value_offset(layer), layout.key_offset(layer + 1)
-        keys = _panels(data[:, keys_at:values_at], num_heads, head_dim, block_size, kv_format)
-        values = _panels(data[:, values_at:end], num_heads, block_size, round_up(head_dim, 16), kv_format)
-        out[:, layer, 0] = keys.transpose(0, 3, 1, 2)
-        out[:, layer, 1] = values[..., :head_dim].transpose(0, 2, 1, 3)
+    heads = data.reshape(len(data), config.num_layers, layout.layer_bytes)
+    keys_data, values_data = heads[..., : layout.values_offset], heads[..., layout.values_offset :]
+    keys = _panels(keys_data, num_heads, head_dim, block_size, layout.kv)
+    values = _panels(values_data, num_heads, block_size, round_up(head_dim, 16), layout.kv)
+    if layout.kv.scaled:
+        keys *= _scales(keys_data, num_heads, block_size)[..., None, :]
+        values *= _scales(values_data, num_heads, block_size)[..., None]
+    out[:, :, 0] = keys.transpose(0, 1, 4, 2, 3)
+    out[:, :, 1] = values[..., :head_dim].transpose(0, 1, 3, 2, 4)
     return out
 
 
-def _panels(data: Bytes, num_heads: int, rows: int, columns: int, kv_format: int) -> Float32:
-    """(num_blocks, num_heads, rows, columns); in bfloat16 the numbers of two rows lie in turn."""
-    packed = np.ascontiguousarray(data)
-    if kv_format == FLOAT32:
-        return packed.view(np.float32).reshape(len(data), num_heads, rows, columns)
-    if kv_format != BFLOAT16:
-        raise ValueError(f"how {FORMAT_NAMES[kv_format]} keys and values lie in a block is not known here")
-    pairs = _widened(packed).reshape(len(data), num_heads, -1, columns, 2)
-    return pairs.transpose(0, 1, 2, 4, 3).reshape(len(data), num_heads, -1, columns)[:, :, :rows]
+def _panels(data: Bytes, num_heads: int, rows: int, columns: int, kv: KvFormat) -> Float32:
+    """(num_blocks, num_layers, num_heads, rows, columns); in bfloat16 the numbers of two rows lie in turn."""
+    lanes = -(-rows // kv.pair) * columns * kv.lane_bytes
+    packed = np.ascontiguousarray(data.reshape(*data.shape[:2], num_heads, -1)[..., -lanes:])
+    if kv.tile_format == BFLOAT16:
+        pairs = _widened(packed).reshape(*packed.shape[:3], -1, columns, 2)
+        return pairs.swapaxes(-1, -2).reshape(*packed.shape[:3], -1, columns)[..., :rows, :]
+    kind = {FLOAT32: np.float32, FLOAT16: np.float16, CODES: np.int8}[kv.tile_format]
+    return packed.view(kind).reshape(*packed.shape[:3], rows, columns).astype(np.float32)
+
+
+def _scales(data: Bytes, num_heads: int, block_size: int) -> Float32:
+    """(num_blocks, num_layers, num_heads, block_size)."""
+    first = data.reshape(*data.shape[:2], num_heads, -1)[..., : 4 * block_size]
+    return np.ascontiguousarray(first).view(np.float32)
 
 
 def planes_as_numbers(data: Bytes, shape: AttentionShape, num_layers: int) -> Float32:

@@ -50,7 +50,7 @@ def both(shape: Shape, block_size: int, num_blocks: int, **options: object) -> t
 
 
 def poison(backend: CpuBackend, num_blocks: int) -> None:
-    """Fill the pool with bits that are NaN in float32 and in bfloat16."""
+    """Fill the pool with bits that are NaN in every format; of int8 the scales."""
     backend.write_blocks(range(num_blocks), np.full((num_blocks, backend.block_bytes), 0xFF, dtype=np.uint8))
 
 
@@ -84,6 +84,36 @@ def test_prefill_and_decode_match_the_twin(name: str, block_size: int, closing: 
         assert not got.numeric_errors.any()
 
 
+@pytest.mark.parametrize("name", ["plain", "nothing-divides", "window", "wide-heads"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
+def test_narrow_keys_and_values_match_a_twin_that_rounds_them(
+    name: str, kv_dtype: str, block_size: int, closing: list[CpuBackend]
+) -> None:
+    """A number that lies between two of the format may go the other way in the twin: few differ, and by little."""
+    program, length = tiny_program(SHAPES[name]), 40
+    made = limits(block_size)
+    cpu = CpuBackend(program, RandomCheckpoint(program), made, dtype="float32", kv_dtype=kv_dtype, threads=2)
+    twins = [NumpyBackend(program, RandomCheckpoint(program), made, kind) for kind in (kv_dtype, "float32")]
+    closing.append(cpu)
+    table = np.random.default_rng(0).permutation(60)[: -(-length // block_size)].tolist()
+    tokens = tokens_of(1, length, program)
+    logits, held = [], []
+    for backend in (cpu, *twins):
+        backend.allocate_pool(60)
+        if backend is cpu:
+            poison(cpu, 60)
+        parts = [Piece(tokens[:37], 0, table), Piece(tokens[37:], 37, table)]
+        logits.append(np.concatenate([run_step(backend, [p], block_size, every_row=True).logits for p in parts]))
+        blocks = backend.keys_values(backend.read_blocks(table))  # (blocks, layers, 2, block_size, heads, head_dim)
+        held.append(blocks.transpose(0, 3, 1, 2, 4, 5).reshape(-1, *blocks.shape[1:3], *blocks.shape[4:])[:length])
+    assert 10 * np.abs(logits[0] - logits[1]).mean() < np.abs(logits[0] - logits[2]).mean()
+    assert 10 * np.abs(held[0] - held[1]).mean() < np.abs(held[0] - held[2]).mean()
+    bound = {"bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 250}[kv_dtype]
+    first, exact = held[0][:, 0], held[2][:, 0]  # later layers see what the first one's rounding did
+    assert (np.abs(first - exact) <= bound * np.abs(exact).max(axis=-1, keepdims=True) + 1e-4).all()
+
+
 def one_layer(**options: object) -> CpuBackend:
     program = tiny_program(Shape(num_layers=1, windows=(20,)))
     backend = CpuBackend(program, RandomCheckpoint(program), limits(16), threads=2, **options)  # type: ignore[arg-type]
@@ -106,9 +136,9 @@ def test_blocks_that_left_the_window_are_not_read(closing: list[CpuBackend]) -> 
     np.testing.assert_array_equal(got.logits, expected.logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_nan_fails_its_sequence_alone(dtype: str, closing: list[CpuBackend]) -> None:
-    backend = one_layer(dtype=dtype)
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_a_nan_fails_its_sequence_alone(kv_dtype: str, closing: list[CpuBackend]) -> None:
+    backend = one_layer(kv_dtype=kv_dtype)
     closing.append(backend)
     pieces = [Piece([seed + 1] * 10, 0, [3 * seed, 3 * seed + 1]) for seed in range(3)]
     run_step(backend, pieces, 16)
@@ -214,6 +244,8 @@ def test_misuse_says_what_is_wrong(closing: list[CpuBackend]) -> None:
         backend.launch(step_batch([Piece([1], 0, [0])] * 65, 16))
     with pytest.raises(MemoryError, match="pool_bytes"):
         backend.allocate_pool(1 << 40)
+    with pytest.raises(ValueError, match="set kv_dtype to auto, float32, bfloat16, float16, int8"):
+        one_layer(kv_dtype="fp8")
     with pytest.raises(ValueError, match="set dtype to auto, float32, bfloat16"):
         one_layer(dtype="float8")
 
@@ -225,6 +257,10 @@ def test_description_and_sizes(closing: list[CpuBackend]) -> None:
     shape = Shape(num_layers=1)
     assert wide.block_bytes == 2 * shape.num_kv_heads * shape.head_dim * 16 * 4
     assert narrow.block_bytes * 2 == wide.block_bytes == mixed.block_bytes
+    halves, codes = one_layer(kv_dtype="float16"), one_layer(kv_dtype="int8")
+    closing += [halves, codes]
+    assert halves.block_bytes == narrow.block_bytes
+    assert codes.block_bytes == 2 * shape.num_kv_heads * (shape.head_dim + 4) * 16
     assert narrow.weights_bytes < wide.weights_bytes
     assert "bfloat16 weights, float32 KV, 2 threads" in mixed.description
     assert 0 < wide.available_bytes() < 1 << 50

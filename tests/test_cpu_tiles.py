@@ -182,7 +182,8 @@ def test_panels_that_continue_elsewhere(name: str, weight_format: int, last_k: i
 @pytest.mark.parametrize("isa", ISAS.values(), ids=ISAS)
 def test_low_tiles_exist_at_the_width_of_tall_ones(isa: Isa) -> None:
     """Rows are cut into tiles that differ by one row and go through the panels side by side."""
-    table = tile_table(isa, FORMATS, dict.fromkeys(tile_names(isa, FORMATS), 7))
+    formats = tuple(isa.tiles)
+    table = tile_table(isa, formats, dict.fromkeys(tile_names(isa, formats), 7))
     for weight_format, tiles_of_format in isa.tiles.items():
         most = len(tiles_of_format)
         for lower, taller in itertools.pairwise(tiles_of_format):

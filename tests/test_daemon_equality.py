@@ -18,6 +18,7 @@ from kvpool.model.cpu_backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 from tests.support.engine_harness import Answer, Harness, prompts
 
+OPTIONS: dict[str, Any] = {"num_blocks": 1024, "max_num_seqs": 64}
 MAX_TOKENS = 24
 LENGTHS = (1, 16, 33, 90)  # one token, a whole block, a block and more, several chunks
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
@@ -27,13 +28,25 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-def cpu(model: LoadedModel, limits: BackendLimits) -> Backend:
-    return CpuBackend(model.program, model.checkpoint, limits, dtype="float32", threads=2)
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def kv_dtype(request: pytest.FixtureRequest) -> str:
+    """Every test below runs with keys and values that are numbers, and with codes that have scales."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def make_backend(kv_dtype: str) -> Iterator[None]:
+    def cpu(model: LoadedModel, limits: BackendLimits) -> Backend:
+        return CpuBackend(model.program, model.checkpoint, limits, dtype="float32", kv_dtype=kv_dtype, threads=2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIONS, "make_backend", cpu)
+        yield
 
 
 @contextmanager
 def engine(**options: Any) -> Iterator[Harness]:
-    harness = Harness(**({"num_blocks": 1024, "max_num_seqs": 64, "make_backend": cpu} | options))
+    harness = Harness(**(OPTIONS | options))
     yield harness
     harness.assert_clean()
     harness.close()
@@ -57,7 +70,7 @@ def everything(harness: Harness) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[tuple[Any, ...]]:
+def alone(make_backend: None) -> list[tuple[Any, ...]]:
     """Each request by itself, with a cold cache, its prompt in one chunk."""
     found = []
     for number in range(len(REQUESTS)):

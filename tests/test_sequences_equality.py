@@ -178,6 +178,33 @@ def test_stored_and_restored_in_another_engine(alone: Any, block_size: int) -> N
             assert request.samples[0].usage.cached_tokens == len(tokens) - 1  # nothing was computed again
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
+def test_narrow_keys_and_values_go_everywhere(kv_dtype: str) -> None:
+    """Forked inside a block, swapped out, stored and restored: the bits of an undisturbed run, whatever the format."""
+
+    def narrow(model: LoadedModel, limits: BackendLimits) -> Backend:
+        return CpuBackend(model.program, model.checkpoint, limits, dtype="float32", kv_dtype=kv_dtype, threads=1)
+
+    tokens = prompts(1, 60, seed=8)[0]
+    with engine(make_backend=narrow, prefix_cache=False) as harness:
+        expected = bits(harness.generate(tokens, **SAMPLED))
+    with engine(make_backend=narrow, num_blocks=12, host_blocks=16, max_num_seqs=4) as harness:
+        harness.scheduler.costs.compute_s_per_token = 1.0
+        here = suitability(harness)
+        assert here.kv_layout.endswith(kv_dtype)
+        sequence = opened(harness, tokens)
+        go_on(harness, sequence, max_tokens=0)
+        harness.run()
+        fork = harness.scheduler.fork(sequence, len(tokens))
+        harness.generate(prompts(1, 150, seed=4)[0], max_tokens=2)
+        assert sequence.host_slots
+        again = restored(harness, stored(harness, sequence, here), here)
+        for one in (fork, sequence, again):
+            request = go_on(harness, one)
+            harness.run()
+            assert bits(harness.answer(request)) == expected
+
+
 def test_stored_from_the_host_and_restored_without_room(alone: Any) -> None:
     tokens = prompts(1, 60, seed=8)[0]
     with engine(num_blocks=8, host_blocks=8, max_num_seqs=4) as harness:

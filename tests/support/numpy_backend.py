@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,13 +53,26 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
 
 
-class NumpyBackend:
-    """Fulfils `kvpool.model.backend.Backend`. Steps run inside `launch`; a failure is raised by `collect`."""
+def as_held(heads: Float32, kv_dtype: str) -> Float32:
+    """What a token's K or V (num_kv_heads, head_dim) reads as after a format has held it."""
+    if kv_dtype == "int8":
+        scale = np.abs(heads).max(axis=-1, keepdims=True) / np.float32(127)
+        return (np.rint(heads / np.where(scale > 0, scale, 1)) * scale).astype(np.float32)
+    kinds = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+    return heads.astype(kinds[kv_dtype]).astype(np.float32)
 
-    def __init__(self, program: Program, checkpoint: Any, limits: BackendLimits) -> None:
+
+class NumpyBackend:
+    """Fulfils `kvpool.model.backend.Backend`. Steps run inside `launch`; a failure is raised by `collect`.
+
+    `kv_dtype`: float32, or the format whose rounding K and V go through on their way into the pool.
+    """
+
+    def __init__(self, program: Program, checkpoint: Any, limits: BackendLimits, kv_dtype: str = "float32") -> None:
         config = program.config
         self.program = program
         self.limits = limits
+        self._kv_dtype = kv_dtype
         self.weights: dict[Weight, Float32] = {weight: load_weight(checkpoint, weight) for weight in program.weights()}
         self.pool: Float32 = np.zeros((0, 0), dtype=np.float32)  # (num_blocks, values per block)
         self._shape = (2, config.num_layers, limits.block_size, config.num_kv_heads, config.head_dim)
@@ -209,7 +223,7 @@ class NumpyBackend:
             q[:] = rotate(q, cos[position], sin[position])
             k[:] = rotate(k, cos[position], sin[position])
             block, offset = divmod(int(slot), self.limits.block_size)
-            keys[block, offset], values[block, offset] = k, v
+            keys[block, offset], values[block, offset] = as_held(k, self._kv_dtype), as_held(v, self._kv_dtype)
 
     def _attention(self, op: PagedAttention, batch: StepBatch) -> Float32:
         config = self.program.config
