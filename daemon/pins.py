@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 from .block_pool import BlockPool
@@ -21,25 +21,23 @@ class Pins:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._pins: dict[int, _Pin] = {}
-        self._expiry: list[tuple[float, int]] = []  # heap of (monotonic seconds, pin id)
+        self._references: Counter[int] = Counter()  # by block
+        self._blocks_of: Counter[int] = Counter()  # by uid
         self._next_id = 1
+        self.next_expiry: float | None = None  # monotonic seconds; no pin ends by itself before it
 
     def blocks_of(self, uid: int) -> int:
         """Blocks pinned by `uid`; one that it pinned twice counts twice."""
-        return sum(len(pin.blocks) for pin in self._pins.values() if pin.uid == uid)
+        return self._blocks_of[uid]
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks pinned."""
-        return len(self.references())
+        return len(self._references)
 
-    def references(self) -> dict[int, int]:
+    def references(self) -> Counter[int]:
         """How many pins hold each pinned block."""
-        counts: dict[int, int] = {}
-        for pin in self._pins.values():
-            for block in pin.blocks:
-                counts[block] = counts.get(block, 0) + 1
-        return counts
+        return self._references.copy()
 
     def add(self, uid: int, blocks: list[int], expires_at: float | None) -> int:
         """Pin `blocks`; the id is for `remove`."""
@@ -48,8 +46,10 @@ class Pins:
         pin_id = self._next_id
         self._next_id += 1
         self._pins[pin_id] = _Pin(uid, list(blocks), expires_at)
+        self._references.update(blocks)
+        self._blocks_of[uid] += len(blocks)
         if expires_at is not None:
-            heapq.heappush(self._expiry, (expires_at, pin_id))
+            self.next_expiry = expires_at if self.next_expiry is None else min(self.next_expiry, expires_at)
         return pin_id
 
     def owner(self, pin_id: int) -> int | None:
@@ -64,11 +64,22 @@ class Pins:
     def remove(self, pin_id: int) -> bool:
         """Let go of a pin's blocks; False if it had ended already."""
         pin = self._pins.pop(pin_id, None)
-        if pin is not None:
-            self._pool.release_all(pin.blocks, pin.uid)
-        return pin is not None
+        if pin is None:
+            return False
+        for block in pin.blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                del self._references[block]
+        self._blocks_of[pin.uid] -= len(pin.blocks)
+        self._pool.release_all(pin.blocks, pin.uid)
+        return True
 
     def expire(self, now: float) -> None:
         """Let go of the pins whose time is over."""
-        while self._expiry and self._expiry[0][0] <= now:
-            self.remove(heapq.heappop(self._expiry)[1])
+        if self.next_expiry is None or now < self.next_expiry:
+            return
+        times = {pin_id: pin.expires_at for pin_id, pin in self._pins.items() if pin.expires_at is not None}
+        for pin_id, expires_at in times.items():
+            if expires_at <= now:
+                self.remove(pin_id)
+        self.next_expiry = min((at for at in times.values() if at > now), default=None)

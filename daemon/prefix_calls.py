@@ -49,8 +49,6 @@ def answer_pin(clients: Clients, session: Session, arguments: Mapping[str, Any])
     num_tokens = _prefix(clients, sequence, asked.num_tokens)
     expires_at = None if asked.ttl_s is None else clients.now + asked.ttl_s
     pin_id = scheduler.pin(sequence, num_tokens, expires_at=expires_at)
-    if expires_at is not None:
-        clients.timers.at(expires_at, lambda: scheduler.pins.expire(clients.now))  # also where there is no step
     return {"pin_id": pin_id, "num_blocks": num_tokens // scheduler.pool.block_size}
 
 

@@ -244,7 +244,7 @@ class Scheduler:
     def pin(self, sequence: Sequence, num_tokens: int, *, expires_at: float | None = None) -> int:
         """Keep the computed full blocks of the first `num_tokens` tokens, until `unpin` or `expires_at`; the pin's id.
 
-        Raises QuotaExceeded if the owner would pin too much, or if a sequence that was accepted could not finish then.
+        Raises QuotaExceeded if the owner would pin too much, or all owners together.
         """
         count = min(num_tokens, sequence.num_computed_tokens) // self.pool.block_size
         blocks = [] if self.tables.window else sequence.block_table[:count]
@@ -252,13 +252,20 @@ class Scheduler:
         limit = self.pool.num_blocks // 8 if limit is None else limit
         if self.pins.blocks_of(sequence.uid) + len(blocks) > limit:
             raise QuotaExceeded(f"uid {sequence.uid} may pin {limit} blocks (max_pinned_blocks)", field="num_tokens")
-        largest = max(
-            self._admission.blocks_needed(s.num_prompt_tokens, s.max_tokens, self.limits.max_model_len)
-            for s in self.roster.sequences.values()
-        )
-        if self.pins.num_blocks + len(blocks) > self.pool.num_blocks - largest:
-            raise QuotaExceeded(f"an accepted sequence may need {largest} blocks; pin fewer", field="num_tokens")
+        reserve = self._reserve()
+        if self.pins.num_blocks + len(blocks) > self.pool.num_blocks - reserve:
+            raise QuotaExceeded(f"{reserve} blocks must stay for sequences; pin fewer", field="num_tokens")
         return self.pins.add(sequence.uid, blocks, expires_at)
+
+    def _reserve(self) -> int:
+        """Blocks that are never pinned: with those, what was accepted can finish, and the longest sequence there may
+        be can be accepted (or in a pool too small for it, whatever needs half of the blocks)."""
+        longest = self.tables.peak_blocks(self.limits.max_model_len)
+        needs = [longest if longest <= self.pool.num_blocks else self.pool.num_blocks // 2]
+        for sequence in self.roster.sequences.values():
+            prompt, more = sequence.num_prompt_tokens, sequence.max_tokens
+            needs.append(self._admission.blocks_needed(prompt, more, self.limits.max_model_len))
+        return max(needs)
 
     def unpin(self, pin_id: int) -> bool:
         """Let go of a pin. False if it had ended already."""

@@ -188,7 +188,7 @@ class Server:
         routers = [self._router] if self._remote is None else [self._router, self._remote.router]
         if any(int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN for router in routers):
             return 0.0
-        dues = [self._timers.next_due, self._engine.wake_at, self._stop_at]
+        dues = [self._timers.next_due, self._engine.wake_at, self._stop_at, self._engine.scheduler.pins.next_expiry]
         now = time.monotonic()
         if self._clients.delivery.has_slow:
             dues.append(now + self._slow_retry_s)
@@ -299,6 +299,7 @@ class Server:
 
     def _cron(self, now: float) -> None:
         self._timers.run(now)
+        self._engine.scheduler.pins.expire(now)
         if self._clients.delivery.has_slow:
             before = self._clients.delivery.num_held
             self._clients.delivery.retry()

@@ -160,7 +160,7 @@ WRONGS: dict[str, Callable[[Scheduler], object]] = {
     "a host slot that is free and used": lambda s: s.host._free.append(swapped_out(s).host_slots[0]),
     "a host slot of two": lambda s: swapped_out(s).host_slots.__setitem__(0, swapped_out(s).host_slots[1]),
     "a sequence on both sides": lambda s: swapped_out(s).block_table.append(held(s)),
-    "a pin of nothing": lambda s: s.pins.__setattr__("_pins", {}),
+    "a pin of nothing": lambda s: s.pins._references.clear(),
     "an owner that left": lambda s: s.roster.counters.active.update({UID: 1}),
 }  # fmt: skip
 

@@ -188,7 +188,7 @@ def test_a_pin_expires_and_never_takes_what_an_accepted_request_needs() -> None:
     made = submit(scheduler, prompt(8), 1, keep=True)
     device.drain()
     large = submit(scheduler, prompt(36, 1), 2)
-    with pytest.raises(QuotaExceeded, match="accepted"):
+    with pytest.raises(QuotaExceeded, match="must stay"):
         scheduler.pin(made, 8)
     device.drain()
     scheduler.generate(made, 1)
@@ -202,3 +202,24 @@ def test_a_pin_expires_and_never_takes_what_an_accepted_request_needs() -> None:
     assert scheduler.pool.num_used == 0
     submit(scheduler, prompt(36, 2), 2)
     device.drain(now=6.0)
+
+
+@pytest.mark.parametrize(("max_model_len", "most"), [(80, 20), (200, 20), (120, 10), (160, 0)])
+def test_all_owners_together_leave_room_for_the_longest_sequence(max_model_len: int, most: int) -> None:
+    """Of 40 blocks; where not even they are enough for it, half of them."""
+    owners = {uid: OwnerLimits(max_pinned_blocks=40) for uid in range(10)}
+    scheduler, device = make(40, 4, caching=True, owners=owners, max_model_len=max_model_len)
+    pinned = 0
+    for uid in owners:
+        made = submit(scheduler, prompt(20, uid), 0, uid=uid, keep=True)
+        device.drain()
+        try:
+            scheduler.pin(made, 20)
+            pinned += 5
+        except QuotaExceeded:
+            pass
+        scheduler.finish(made, "cancelled")
+        scheduler.check_invariants()
+    assert pinned == scheduler.pins.num_blocks == most
+    if max_model_len <= 160:
+        submit(scheduler, prompt(max_model_len - 1, 99), 1)
