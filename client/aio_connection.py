@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .address import Whereabouts
+from .bell import hush
 from .connection import RETRY_S
 from .core import Core, State
 from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
@@ -30,6 +31,7 @@ class AsyncConnection:
         self._where = where
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None
+        self._bell_fd = -1  # that the loop watches
         self._state_changed = asyncio.Event()
         self._reattaching: asyncio.Task[None] | None = None
         self._closed = False
@@ -37,6 +39,7 @@ class AsyncConnection:
 
     async def connect(self) -> Welcome:
         """Return, once the session is ready, whose it is. Raises ConnectionLost, or Timeout naming timeout_s."""
+        self.pump()  # the loop may not have run for a while: the daemon may be another one by now
         if self.core.state is State.DISCONNECTED:
             self._open()
         return await self.wait(
@@ -80,6 +83,21 @@ class AsyncConnection:
             self._lose(ConnectionLost(f"the daemon sent what is no valid message: {error}"))
         except KVPoolError as error:
             self._lose(error)
+        else:
+            self._watch_bell(self.core.shared.bell_fd)
+
+    def _rung(self) -> None:
+        hush(self._bell_fd)
+        self.pump()
+
+    def _watch_bell(self, fd: int) -> None:
+        """The arena's, once there is one; -1: none."""
+        if fd != self._bell_fd and self._loop is not None:
+            if self._bell_fd >= 0:
+                self._loop.remove_reader(self._bell_fd)
+            if fd >= 0:
+                self._loop.add_reader(fd, self._rung)
+            self._bell_fd = fd
 
     def flush(self) -> None:
         """Send what waits, if anything does."""
@@ -118,6 +136,7 @@ class AsyncConnection:
 
     def _hang_up(self, core: Core | None = None) -> None:
         transport, self._transport = self._transport, None
+        self._watch_bell(-1)
         if transport is not None and self._loop is not None:
             for fd in transport.filenos:
                 self._loop.remove_reader(fd)

@@ -13,7 +13,8 @@ lifeline. Pages, in this order:
 Either side keeps its own cursors to itself and only publishes them here; of the other's words it believes nothing
 beyond what `check_cursor` lets through. What the daemon takes from the upload region it copies before it looks at it.
 
-Both sides rely on stores becoming visible in their order, as on x86-64; elsewhere there is no arena.
+Both sides rely on stores becoming visible in their order, as on x86-64; elsewhere there is no arena. Where a side
+stores one word and then decides by another one that the other side stores, a `Fence` stands between.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import mmap
 import os
 import platform
 import struct
+import threading
 from dataclasses import dataclass
 
 from .errors import ProtocolError
@@ -41,6 +43,9 @@ RING_TAIL = 2 * PAGE_BYTES // 8  # client: records read so far
 BULK_TAIL = RING_TAIL + 8  # client: bytes of the bulk region read so far
 """Places of the cursors, in 64-bit words from the beginning; each counts up for ever."""
 
+READER_AWAKE = RING_TAIL + 16
+"""Place of the word in which the client says that it looks at the ring again before it sleeps: nobody has to ring."""
+
 RING_AT = 3 * PAGE_BYTES
 MAX_RING_RECORDS = 2**20
 MAX_REGION_BYTES = 2**30
@@ -53,6 +58,18 @@ SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def supported() -> bool:
     """Whether this machine keeps the order of stores that the arena relies on."""
     return platform.machine() in ("x86_64", "AMD64")
+
+
+class Fence:
+    """Every store before `pass_` is visible before any load after it. Taking and giving back a lock that nobody else
+    uses is one, on x86-64: it is done by a locked instruction."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def pass_(self) -> None:
+        with self._lock:
+            pass
 
 
 def check_cursor(field: str, cursor: int, least: int, most: int) -> int:

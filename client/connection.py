@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from .address import Whereabouts
+from .bell import hush
 from .core import Core, State
 from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
 from .forking import after_fork_in_child
@@ -44,6 +45,7 @@ class Connection:
         self._changed = threading.Condition(threading.Lock())
         self._transport: Transport | None = None
         self._poller = select.poll()
+        self._bell_fd = -1  # that is polled
         self._make_wake_fd()
         self._driving = False
         self._closed = False
@@ -57,6 +59,8 @@ class Connection:
     def connect(self) -> Welcome:
         """Return, once the session is ready, whose it is. Raises ConnectionLost, or Timeout naming timeout_s."""
         with self._held():
+            if self._transport is not None and not self._driving:
+                self._pump()  # nobody has looked for a while: the daemon may be another one by now
             if self.core.state is State.DISCONNECTED:
                 self._open(self.timeout_s)
         return self.wait(
@@ -134,8 +138,7 @@ class Connection:
             if self._transport is None:
                 self._reconnect(limit_s)
             elif not (self.core.has_output and self._pump()):
-                lifeline_ready = self._poll(min(limit_s, RETRY_S) if self.core.has_detached else limit_s)
-                self._pump(lifeline_ready)
+                self._pump(self.core.shared.may_sleep() and self._poll(limit_s))
         finally:
             self._driving = False
             if self._closed:
@@ -144,13 +147,19 @@ class Connection:
 
     def _poll(self, limit_s: float) -> bool:
         """Sleep until something is to be read; True when it is (also) the lifeline."""
+        self._watch_bell(self.core.shared.bell_fd)
+        if self.core.has_detached:
+            limit_s = min(limit_s, RETRY_S)
         self._changed.release()
         try:
             self._settle_dropped()
             ready = self._poller.poll(limit_s * 1000 + 1)
         finally:
             _acquire_surely(self._changed)
+        self.core.shared.stay_awake()
         fds = [fd for fd, _ in ready]
+        if self._bell_fd in fds:
+            hush(self._bell_fd)
         if self._wake_fd in fds:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
@@ -206,7 +215,17 @@ class Connection:
             transport.close()
         self.core.lost(error, time.monotonic())
 
+    def _watch_bell(self, fd: int) -> None:
+        """The arena's, once there is one; -1: none."""
+        if fd != self._bell_fd:
+            if self._bell_fd >= 0:
+                self._poller.unregister(self._bell_fd)
+            if fd >= 0:
+                self._poller.register(fd, select.POLLIN)
+            self._bell_fd = fd
+
     def _forget_filenos(self, transport: Transport) -> None:
+        self._watch_bell(-1)
         for fd in transport.filenos:
             self._poller.unregister(fd)
 
@@ -237,7 +256,7 @@ class Connection:
     def _after_fork(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._driving = False
-        self._poller = select.poll()
+        self._poller, self._bell_fd = select.poll(), -1
         self._close_wake_fd()
         self._make_wake_fd()
         if self._transport is not None:

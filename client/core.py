@@ -296,9 +296,7 @@ class Core:
         a KVPoolError when the daemon refuses it."""
         self.shared.take_fds(fds)
         for frame in self._frames.feed(data):
-            if frame.kind is not FrameKind.RING:
-                self._lifeline_frame(frame)
-        self.shared.read_ring()
+            self._lifeline_frame(frame)
 
     def _lifeline_frame(self, frame: Frame) -> None:
         if frame.kind is FrameKind.ATTACHED and self.state is State.TYING:

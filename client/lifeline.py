@@ -2,9 +2,8 @@
 
 The client connects it first (so a daemon that is not there is noticed at once), and after Welcome sends the session's
 token over it; the daemon compares the peer's credentials, which come from the kernel, with the session's and answers
-`ATTACHED`. From then on it carries descriptors of shared memory, and word that something new lies in it. The kernel
-closes the stream however a process ends, and the other side's poll returns in the same moment: no heartbeat exists, so
-no live client is ever taken for dead.
+`ATTACHED`. From then on it carries descriptors of shared memory. The kernel closes the stream however a process ends,
+and the other side's poll returns in the same moment: no heartbeat exists, so no live client is ever taken for dead.
 
 A frame is an 8-byte header (magic, kind, payload length) and its payload; both ends use `encode_frame`, `FrameReader`.
 """
@@ -32,8 +31,7 @@ class FrameKind(IntEnum):
     TOKEN = 1  # client to daemon: the lifeline_token of Welcome
     ATTACHED = 2  # daemon to client: the stream now stands for the session; no payload
     REFUSED = 3  # daemon to client: why not, as text; the daemon hangs up after it
-    ARENA = 4  # daemon to client, before ATTACHED: with the descriptor of the session's arena; no payload
-    RING = 5  # daemon to client: there are new records in the arena's ring; no payload
+    ARENA = 4  # daemon to client, before ATTACHED: with the descriptors of the session's arena and bell; no payload
     POOL_MAP = 6  # daemon to client: with the descriptor of the pool map's segment; no payload
 
 

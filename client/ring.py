@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .arena import RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, check_cursor
+from .arena import READER_AWAKE, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Fence, check_cursor
 from .errors import ProtocolError
 from .messages import TokenBatch
 from .regions import BulkReader, BulkWriter, Teller
@@ -55,6 +55,7 @@ class RingWriter:
         self._head = 0
         self._published = 0
         self._tail = 0
+        self._fence = Fence()
 
     def write_step(self, step: Sequence[RingBatch], first: int = 0) -> tuple[int, int]:
         """Write the tokens of a step as far as there is room, its first batch from token `first` on.
@@ -122,11 +123,12 @@ class RingWriter:
         return self._capacity - (self._head - self._tail)
 
     def publish(self) -> bool:
-        """Let the reader see what was written; whether there was anything."""
+        """Let the reader see what was written; whether it sleeps, and has to be woken for that."""
         if self._head == self._published:
             return False
         self._words[RING_HEAD] = self._published = self._head
-        return True
+        self._fence.pass_()
+        return not self._words[READER_AWAKE]
 
 
 class RingReader:
@@ -138,6 +140,17 @@ class RingReader:
         self._tail = 0
         self._logits: Float32 | None = None  # of a token whose own record has not come
         self._text = b""  # of a token whose last record has not come
+        self._fence = Fence()
+
+    def may_sleep(self) -> bool:
+        """The reader is about to sleep: from now on it must be woken. False where something is there already."""
+        self._words[READER_AWAKE] = 0
+        self._fence.pass_()
+        return bool(self._words[RING_HEAD] == self._tail)
+
+    def stay_awake(self) -> None:
+        """The reader calls `may_sleep` before it sleeps again: nobody has to wake it."""
+        self._words[READER_AWAKE] = 1
 
     def read(self) -> list[tuple[int, TokenEvent]]:
         """Every token that came since the last call, with its request's handle. Raises ProtocolError for a cursor or a

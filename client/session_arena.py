@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import replace
 
 from .arena import Arena
@@ -15,13 +17,16 @@ MIN_UPLOAD_BYTES = 4096
 
 
 class SessionArena:
-    """Made of a descriptor that came over the lifeline and stays the caller's. Raises ProtocolError as `Arena.open`."""
+    """Made of descriptors that came over the lifeline: `fd` stays the caller's, `bell_fd` is the arena's from now on.
+    Raises ProtocolError as `Arena.open`."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, bell_fd: int) -> None:
         self._arena = Arena.open(fd)
         self._upload = UploadWriter(self._arena)
         self.bulk = BulkReader(self._arena)
-        self._ring = RingReader(self._arena, self.bulk)
+        self.ring = RingReader(self._arena, self.bulk)
+        self.bell_fd = bell_fd
+        self._close_bell = weakref.finalize(self, os.close, bell_fd)  # also of a client that is only dropped
         self._streams: dict[int, StreamState] = {}  # by handle
         self._handles: dict[str, int] = {}  # by request id
         self._last_handle = 0
@@ -51,12 +56,16 @@ class SessionArena:
         """The request is over."""
         self._streams.pop(self._handles.pop(stream.request_id, -1), None)
 
-    def read(self) -> None:
-        """Give every token in the ring to its stream. Raises ProtocolError for a ring that cannot be."""
-        for handle, event in self._ring.read():
+    def read(self) -> bool:
+        """Give every token in the ring to its stream; whether there were any. Raises ProtocolError for a ring that
+        cannot be."""
+        tokens = self.ring.read()
+        for handle, event in tokens:
             stream = self._streams.get(handle)
             if stream is not None:
                 stream.push_event(event)
+        return bool(tokens)
 
     def close(self) -> None:
         self._arena.close()
+        self._close_bell()

@@ -29,9 +29,16 @@ class SharedMemory:
 
     def enter_arena(self) -> None:
         """The frame of the arena came. Raises ProtocolError for a descriptor that is none."""
-        if self._fds:  # else this process has no descriptor left, and does without
-            with self._next_fd() as fd:
-                self.arena = SessionArena(fd)
+        if len(self._fds) < 2:  # this process has no descriptors left, and does without
+            self._drop_fds()
+            return
+        with self._next_fd() as fd:
+            bell_fd = self._fds.popleft()
+            try:
+                self.arena = SessionArena(fd, bell_fd)
+            except BaseException:
+                os.close(bell_fd)
+                raise
 
     def map_pool(self) -> None:
         """The frame of the pool map came. Raises ProtocolError for a descriptor that is none."""
@@ -50,10 +57,23 @@ class SharedMemory:
         finally:
             os.close(fd)
 
-    def read_ring(self) -> None:
-        """Give tokens that came to their streams. Raises ProtocolError for a ring that cannot be."""
+    def read_ring(self) -> bool:
+        """Give tokens that came to their streams; whether any came. Raises ProtocolError for a ring that cannot be."""
+        return self.arena is not None and self.arena.read()
+
+    @property
+    def bell_fd(self) -> int:
+        """Polls readable when tokens came to the ring after `may_sleep`; -1 where there is no ring."""
+        return -1 if self.arena is None else self.arena.bell_fd
+
+    def may_sleep(self) -> bool:
+        """To be asked before waiting for `bell_fd`: False where there are tokens already."""
+        return self.arena is None or self.arena.ring.may_sleep()
+
+    def stay_awake(self) -> None:
+        """`may_sleep` will be asked before waiting again."""
         if self.arena is not None:
-            self.arena.read()
+            self.arena.ring.stay_awake()
 
     def read_rows(self, data: bytes | tuple[int, int]) -> bytes:
         """Rows that came inside their message, or lie in the arena, where their place is given back."""
@@ -74,9 +94,12 @@ class SharedMemory:
         rest = {name: item for name, item in value.items() if name != "in_arena"}
         return rest | {"data": self.read_rows(place)}
 
-    def close(self) -> None:
+    def _drop_fds(self) -> None:
         while self._fds:
             os.close(self._fds.popleft())
+
+    def close(self) -> None:
+        self._drop_fds()
         if self.arena is not None:
             self.arena.close()
         if self.pool_map is not None:

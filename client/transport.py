@@ -63,6 +63,7 @@ class Transport(ABC):
         after everything that arrived before its end was taken in."""
         self._flush(core)
         came = self._drain(core)
+        came = core.shared.read_ring() or came
         if end_ready:
             came = self._read_end(core) or came
         if core.has_output:  # what came asked for an answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ..client.arena import PAGE_BYTES, Arena, Layout
+from ..client.bell import Bell
 from ..client.regions import BulkWriter, UploadReader
 from ..client.ring import RingWriter
 from ..client.token_ids import ITEM_BYTES
@@ -30,19 +31,34 @@ def _whole_pages(num_bytes: int) -> int:
 
 
 class SessionArena:
-    """One session's arena. `fd` is to be passed on and then given up with `forget_fd`; `close` unmaps everything."""
+    """One session's arena and bell. `fds` are to be passed on, and then given up with `forget_fds`."""
 
     def __init__(self, layout: Layout) -> None:
-        self._arena, self.fd = Arena.create(layout)
+        """Raises OSError where there is no memory or no descriptor left."""
+        self.bell = Bell()
+        try:
+            self._arena, self._fd = Arena.create(layout)
+        except BaseException:
+            self.bell.close()
+            raise
         self.upload = UploadReader(self._arena)
         self.bulk = BulkWriter(self._arena)
         self.ring = RingWriter(self._arena, self.bulk)
 
-    def forget_fd(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Of the arena, and of the bell's other end."""
+        return self._fd, self.bell.reader_fd
+
+    def forget_fds(self) -> None:
+        """Idempotent."""
+        self.bell.forget_reader()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def close(self) -> None:
-        self.forget_fd()
+        """Unmap and close everything."""
+        self.forget_fds()
+        self.bell.close()
         self._arena.close()

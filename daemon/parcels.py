@@ -100,11 +100,11 @@ class RingTokens:
         self._first = 0  # token of the first batch that is not written yet
 
     def give(self, session: Session, send: Send) -> Sent:
-        arena, lifeline = session.arena, session.lifeline
-        if arena is None or lifeline is None:
+        arena = session.arena
+        if arena is None:
             return Sent.GONE
         done, self._first = arena.ring.write_step(self._batches, self._first)
         del self._batches[:done]
         if arena.ring.publish():
-            lifeline.ring()
+            arena.bell.ring()
         return Sent.FULL if self._batches else Sent.YES

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 4096
 ACCEPTS_PER_TURN = 8
-RING_FRAME = encode_frame(FrameKind.RING)
 AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -85,11 +84,6 @@ class Lifeline:
     def send(self, kind: FrameKind, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # a peer that is gone is noticed by reading
             socket.send_fds(self.stream, [encode_frame(kind, payload)], fds, AT_ONCE)
-
-    def ring(self) -> None:
-        """There is something new in the ring. A reader that leaves so many of these unread needs no more."""
-        with contextlib.suppress(OSError):
-            self.stream.send(RING_FRAME, AT_ONCE)
 
 
 class Sessions:
@@ -215,8 +209,8 @@ class Sessions:
         except OSError as error:
             log.warning("no arena for session %s: %s", session.session_id, error)
         if session.arena is not None:
-            lifeline.send(FrameKind.ARENA, fds=[session.arena.fd])
-            session.arena.forget_fd()
+            lifeline.send(FrameKind.ARENA, fds=session.arena.fds)
+            session.arena.forget_fds()
 
     def hang_up_overdue(self, now: float) -> None:
         """Hang up streams whose token did not come in time."""

@@ -19,6 +19,7 @@ from kvpool.client.arena import (
     BULK_TAIL,
     HEADER,
     PAGE_BYTES,
+    READER_AWAKE,
     RECORD_BYTES,
     RING_HEAD,
     RING_TAIL,
@@ -62,10 +63,11 @@ def test_what_one_side_writes_the_other_reads_where_the_page_says() -> None:
     with both_ends() as (daemon, client):
         assert client.layout == SMALL
         assert SMALL.total_bytes == 3 * PAGE_BYTES + 128 * RECORD_BYTES + 2 * PAGE_BYTES
-        for place in (RING_HEAD, RING_TAIL, BULK_TAIL):
+        for place in (RING_HEAD, RING_TAIL, BULK_TAIL, READER_AWAKE):
             daemon.words[place] = 2**64 - 1 - place
             assert client.words[place] == 2**64 - 1 - place
-        assert (RING_HEAD * 8, RING_TAIL * 8, BULK_TAIL * 8) == (4096, 8192, 8192 + 64)
+        places = [8 * place for place in (RING_HEAD, RING_TAIL, BULK_TAIL, READER_AWAKE)]
+        assert places == [4096, 8192, 8192 + 64, 8192 + 128]
         daemon.bulk[-1] = 7
         assert client.bulk[-1] == 7
         client.upload[0] = 9
@@ -323,6 +325,24 @@ def test_any_bytes_in_the_ring_are_tokens_or_a_protocol_error(records: list[byte
         except ProtocolError:
             return
         assert len(events) <= head
+
+
+def test_only_a_reader_that_sleeps_is_woken() -> None:
+    with both_ends() as (daemon, client):
+        writer, reader = ring_ends(daemon, client)
+
+        def published() -> bool:
+            writer.write(1, batch([(5, "a", -1.0)]))
+            return writer.publish()
+
+        assert published()  # who never says anything is always woken
+        assert not reader.may_sleep()
+        reader.stay_awake()
+        assert not published()
+        assert len(reader.read()) == 2
+        assert reader.may_sleep()
+        assert published()
+        assert not writer.publish()  # there is nothing new
 
 
 # The regions

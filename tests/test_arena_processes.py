@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, KVPoolError
-from kvpool.client.arena import ARENA, RING_TAIL, Layout
+from kvpool.client.arena import ARENA, RING_HEAD, RING_TAIL, Layout
+from kvpool.client.bell import CAPACITY_BYTES
 from kvpool.client.lifeline import FrameKind, FrameReader, encode_frame
 from kvpool.client.live_map import LiveMap
 from kvpool.client.protocol import Accepted, Closing, Failed, Finished, Hello, Submit, Tokens, Welcome
@@ -201,7 +202,7 @@ class ArenaRaw(RawClient):
             fds += came
             kinds += [frame.kind for frame in reader.feed(data)]
         assert kinds == [FrameKind.ARENA, FrameKind.ATTACHED]
-        (fd,) = fds
+        fd, self.bell_fd = fds
         size = os.fstat(fd).st_size
         self.layout = Layout.of_header(os.pread(fd, 40, 0))
         assert self.layout.total_bytes == size
@@ -227,6 +228,32 @@ def test_a_hostile_reader_ends_its_own_session(at_rest: tuple[int, int, int], da
         assert stream.result().token_ids == answer_to([5, 6], 300, VOCAB_SIZE)
         words.release()
         memory.close()
+    assert settled(daemon, at_rest), holdings(daemon)
+
+
+def test_whatever_a_client_does_with_its_bell_the_daemon_goes_on(
+    at_rest: tuple[int, int, int], daemon: DaemonProcess
+) -> None:
+    """It closes it, or makes it one that blocks and never empties it."""
+    for close in (True, False):
+        with ArenaRaw(daemon.path) as raw, daemon.client() as other:
+            memory = raw.enter()
+            os.set_blocking(raw.bell_fd, True)
+            if close:
+                os.close(raw.bell_fd)
+            for number in range(16):  # 4,800 steps: more than fit in it
+                fields = {"max_tokens": 300} | GREEDY
+                raw.send(Submit(f"r{number}", upload=(0, 4), params=fields, handle=1, want_text=False))
+                while not isinstance(raw.receive(), Finished):
+                    pass
+                words = memoryview(memory).cast("Q")
+                words[RING_TAIL] = words[RING_HEAD]
+                words.release()
+            assert other.generate([5, 6], max_tokens=9, **GREEDY).token_ids == answer_to([5, 6], 9, VOCAB_SIZE)
+            memory.close()
+            if not close:
+                assert len(os.read(raw.bell_fd, 10_000)) == CAPACITY_BYTES
+                os.close(raw.bell_fd)
     assert settled(daemon, at_rest), holdings(daemon)
 
 

@@ -69,6 +69,7 @@ class RigClient:
             self.rig.read_lifelines()
         while self.inbox:
             self.core.receive(self.inbox.popleft())
+        self.core.shared.read_ring()
         try:
             data, fds, _, _ = socket.recv_fds(self.lifeline, 4096, 4, socket.MSG_DONTWAIT)
         except BlockingIOError:

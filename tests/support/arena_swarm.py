@@ -1,8 +1,8 @@
 """Client processes that check every token themselves, because they know what the scripted back end must answer.
 
 Run as a script with an address and JSON: `count` clients, each with `requests` requests, one after another or with
-`parallel` all at once, of `prompt` and `max_tokens` tokens. A child says `PID start` when its first token is there, and
-at the end `PID ok`, or what is wrong.
+`parallel` all at once, of `prompt` and `max_tokens` tokens (with `vary`: from 1 to so many, and every other client does
+without an arena). A child says `PID start` when its first token is there, and at the end `PID ok`, or what is wrong.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ def say(*words: object) -> None:
 def run_child(address: str, number: int, options: dict[str, Any]) -> str:
     from kvpool.client import Client
 
-    max_tokens = options["max_tokens"]
-    fields = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+    fields = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0, "window": options.get("window")}
+    turns = range(options.get("requests", 1))
     prompts = [
-        [3 + (number * 31 + turn * 7 + position) % 300 for position in range(options["prompt"])]
-        for turn in range(options.get("requests", 1))
+        [3 + (number * 31 + turn * 7 + position) % 300 for position in range(options["prompt"])] for turn in turns
     ]
-    with Client(address, arena=options.get("arena", True), timeout_s=60.0) as pool:
+    lengths = [length_of(number, turn, options) for turn in turns]
+    arena = options.get("arena", True) and not (options.get("vary") and number % 2)
+    with Client(address, arena=arena, timeout_s=options.get("timeout_s", 60.0)) as pool:
         vocab_size = pool.connect().limits.vocab_size
-        started = (pool.submit(prompt, window=options.get("window"), **fields) for prompt in prompts)
+        started = (pool.submit(p, max_tokens=n, **fields) for p, n in zip(prompts, lengths, strict=True))
         streams = list(started) if options.get("parallel") else started
         for turn, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-            said = check(stream, answer_to(prompt, max_tokens, vocab_size), first=turn == 0)
+            said = check(stream, answer_to(prompt, lengths[turn], vocab_size), first=turn == 0)
             if said != "ok":
                 return said
     return "ok"
+
+
+def length_of(number: int, turn: int, options: dict[str, Any]) -> int:
+    """Tokens that a client's request asks for."""
+    most: int = options["max_tokens"]
+    return 1 + (number * 13 + turn * 29) % most if options.get("vary") else most
 
 
 def check(stream: Any, expected: list[int], *, first: bool) -> str:

@@ -112,7 +112,6 @@ FRAMES: dict[str, bytes] = {
     "lifeline_attached": encode_frame(FrameKind.ATTACHED),
     "lifeline_refused": encode_frame(FrameKind.REFUSED, b"unknown token"),
     "lifeline_arena": encode_frame(FrameKind.ARENA),
-    "lifeline_ring": encode_frame(FrameKind.RING),
     "lifeline_pool_map": encode_frame(FrameKind.POOL_MAP),
 }
 
