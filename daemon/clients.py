@@ -252,8 +252,8 @@ class Clients:
     def keep_sequence(self, request: Request) -> None:
         """The request's sequence stays under the request's name."""
         sequence = request.samples[0].sequence
-        made = SequenceObject(request.request_id, request.uid, sequence, created_at=self.now, request=request)
-        self.sequences.adopt(made)
+        made = SequenceObject(request.kept_as, request.uid, sequence, created_at=self.now, request=request)
+        self.sequences.note_answer(self.sequences.adopt(made))
 
     def _cancel(self, session: Session, message: Cancel) -> None:
         request = session.requests.get(message.request_id)

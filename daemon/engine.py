@@ -72,6 +72,7 @@ class Engine:
         self.epoch = epoch
         self.journal = journal
         self.trace = Trace()
+        self.on_kept: Callable[[Request], None] = lambda request: None  # a kept sequence has its answer
         self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
         self._outputs: list[Output] = []
@@ -141,7 +142,13 @@ class Engine:
         )
         if self.journal is not None:
             request.journal_key = self.journal.accept(
-                request.uid, submit_of(request), request.params.num_samples, request.seed, request.arrival, time.time()
+                request.uid,
+                submit_of(request),
+                request.params.num_samples,
+                request.seed,
+                request.arrival,
+                time.time(),
+                request.kept_as,
             )
         self.metrics.requests_total += 1
         self.metrics.prompt_tokens_total += len(request.prompt_ids)
@@ -426,4 +433,6 @@ class Engine:
         )
         if self.journal is not None and sample.request.journal_key is not None:
             self.journal.end(sample.request.journal_key, sample.finished)
+        if sample.request.kept_as:
+            self.on_kept(sample.request)
         return sample.finished

@@ -10,6 +10,8 @@ The rules where it cannot keep everything:
 - A request for which there is no room even so is refused with `busy`, naming journal_max_bytes.
 - Tokens for which there is no room are left out, and so are all later ones of their request: after a restart these are
   computed again, which gives the same tokens.
+- A kept sequence for which there is no room is refused with `busy` when it is made or added to; one that outgrows the
+  room by an answer is kept until the daemon ends, and the log says so.
 - A file that cannot be written (disk full, read-only directory) suspends the journal, never the daemon: requests go on
   and are accepted, `stats` and the log say that a restart would lose them, and the journal tries again every RETRY_S.
   When it succeeds, it holds everything again.
@@ -31,7 +33,19 @@ import msgpack
 from ..client.errors import Busy
 from ..client.protocol import Finished, Submit, TokenBatch
 from .journal_file import JournalFile, open_existing, read_frames
-from .journal_records import Accept, End, Finish, Forget, Generate, JournalDamaged, KnownRequest, Replay, pack, unpack
+from .journal_records import (
+    Accept,
+    End,
+    Finish,
+    Forget,
+    Generate,
+    Hold,
+    JournalDamaged,
+    KnownRequest,
+    Replay,
+    pack,
+    unpack,
+)
 from .options import show_size
 
 log = logging.getLogger(__name__)
@@ -39,6 +53,9 @@ log = logging.getLogger(__name__)
 RETRY_S = 5.0
 SMALL_BYTES = 64 << 10
 """A file below this is not worth a rewrite."""
+
+SMALL_HISTORY_BYTES = 1 << 10
+"""The history of a kept sequence may be longer than what has come of it by so much, before it is written anew."""
 
 SET_ASIDE_SUFFIX = ".set-aside"
 
@@ -60,6 +77,7 @@ class Found:
     """What an earlier daemon left."""
 
     requests: dict[int, KnownRequest] = field(default_factory=dict)  # by key, in order of acceptance
+    held: dict[int, Hold] = field(default_factory=dict)  # kept sequences, whole, by key
     set_aside: dict[tuple[int, str], str] = field(default_factory=dict)  # (uid, request_id): why it cannot go on
 
 
@@ -74,6 +92,7 @@ class Journal:
         self._identity, self._boot_id = dict(identity), boot_id
         self._file = JournalFile(path, sync=sync)
         self._entries: dict[int, _Entry] = {}
+        self._held: dict[int, int] = {}  # tokens that are written of each kept sequence, by key
         self._ended: list[int] = []  # finished since the last commit
         self._finished: dict[int, float] = {}  # key: when it was committed, oldest first
         self._pending = bytearray()  # events to write at the next commit
@@ -84,16 +103,13 @@ class Journal:
 
     # ---- what happens to requests
 
-    def accept(self, uid: int, submit: Submit, num_samples: int, seed: int, arrival: float, wall: float) -> int:
+    def accept(
+        self, uid: int, submit: Submit, num_samples: int, seed: int, arrival: float, wall: float, sequence: str = ""
+    ) -> int:
         """A request is taken, and written when this returns: the key to speak of it. Raises Busy if there is no room;
         then nothing is kept."""
-        event = pack(Accept(self._next_key, uid, submit, num_samples, seed, arrival, wall))
-        if not self._make_room(len(event)):
-            raise Busy(
-                f"the journal holds {show_size(self._live_bytes)} about requests that are not finished; raise "
-                "journal_max_bytes, or try again later",
-                retry_after_ms=1000,
-            )
+        event = pack(Accept(self._next_key, uid, submit, num_samples, seed, arrival, wall, sequence))
+        self._require_room(len(event))
         key, self._next_key = self._next_key, self._next_key + 1
         self._entries[key] = _Entry(bytearray(), set(range(num_samples)))
         self._note(key, event)
@@ -124,6 +140,32 @@ class Journal:
         self._note(key, pack(End(key, finished)))
         if not entry.unfinished:
             self._ended.append(key)
+
+    def hold(self, held: Hold) -> int:
+        """A kept sequence is as `held` says, with all its tokens; key 0: it is new. The key to speak of it. What is
+        written are the tokens after those that were written of it, so a truncation must be told before what follows.
+        Raises Busy if there is no room; then nothing has changed."""
+        key = held.key or self._next_key
+        whole = pack(replace(held, key=key, index=0))
+        index = min(self._held.get(key, 0), len(held.token_ids))
+        event = pack(replace(held, key=key, index=index, token_ids=held.token_ids[index:])) if index else whole
+        entry = self._entries.get(key) or _Entry(bytearray(), set())
+        too_long = len(entry.events) + len(event) > 2 * len(whole) + SMALL_HISTORY_BYTES
+        if too_long:
+            event = whole
+        self._require_room(len(event) - (len(entry.events) if too_long else 0))
+        if too_long:
+            self._live_bytes -= len(entry.events)
+            entry.events.clear()
+        self._entries[key], self._held[key] = entry, len(held.token_ids)
+        self._next_key = max(self._next_key, key + 1)
+        self._note(key, event)
+        return key
+
+    def let_go(self, key: int) -> None:
+        """A kept sequence is over. Nothing if it is not known."""
+        if self._held.pop(key, None) is not None:
+            self._forget(key)
 
     def commit(self, now: float) -> None:
         """Write what was said since the last time, and clean up. Call it before anybody is told of it."""
@@ -160,17 +202,27 @@ class Journal:
             "journal_reason": self._suspended,
             "journal_bytes": self._file.size,
             "journal_live_bytes": self._live_bytes,
-            "journal_requests": len(self._entries),
+            "journal_requests": len(self._entries) - len(self._held),
+            "journal_sequences": len(self._held),
         }
 
     def close(self) -> None:
         """The daemon ends: the file stays if there is something for the next one to finish."""
         self._file.close()
-        if not any(entry.unfinished for entry in self._entries.values()):
+        if not self._held and not any(entry.unfinished for entry in self._entries.values()):
             with contextlib.suppress(OSError):
                 self._file.path.unlink()
 
     # ---- room
+
+    def _require_room(self, size: int) -> None:
+        """Raises Busy."""
+        if not self._make_room(size):
+            raise Busy(
+                f"the journal holds {show_size(self._live_bytes)} about what is not finished; raise "
+                "journal_max_bytes, or try again later",
+                retry_after_ms=1000,
+            )
 
     def _make_room(self, size: int) -> bool:
         """Whether `size` more bytes of events fit, if need be in place of finished requests. Half of the file may be
@@ -242,7 +294,11 @@ class Journal:
             self._live_bytes += len(self._entries[key].events)
             if known.finished_at is not None:
                 self._finished[key] = known.finished_at
-            self._next_key = key + 1
+        for key, held in found.held.items():
+            self._entries[key] = _Entry(bytearray(pack(held)), set())
+            self._live_bytes += len(self._entries[key].events)
+            self._held[key] = len(held.token_ids)
+        self._next_key = max(self._entries, default=0) + 1
         self._finished = dict(sorted(self._finished.items(), key=itemgetter(1)))
         self._rewrite(now)
         return found
@@ -254,7 +310,8 @@ class Journal:
             if os.fstat(file.fileno()).st_size:
                 self._set_aside("it is damaged at its beginning, or of another version of kvpool")
             return Found()
-        requests = _replay(frames).requests
+        replay = _replay(frames)
+        requests = replay.requests
         differences = _differences(self._identity, header["identity"])
         if differences:
             self._set_aside(differences)
@@ -263,7 +320,7 @@ class Journal:
             for known in requests.values():
                 age = max(0.0, wall - known.accept.wall)
                 known.accept = replace(known.accept, arrival=now - age)
-        return Found(requests)
+        return Found(requests, replay.held)
 
     def _set_aside(self, reason: str) -> None:
         path = self._file.path

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"kvpool journal 1\n"
+MAGIC = b"kvpool journal 2\n"
 FRAME = Struct("<II")
 TEMPORARY_SUFFIX = ".new"
 MODE = 0o600  # prompts and answers of everybody

@@ -1,4 +1,4 @@
-"""What a journal says: five kinds of events, their bytes, and the requests that a history of them leaves alive.
+"""What a journal says: six kinds of events, their bytes, and the requests that a history of them leaves alive.
 
 An event is one MessagePack array, kind first. Tokens are kept without their text, which the tokenizer makes again.
 """
@@ -6,13 +6,13 @@ An event is one MessagePack array, kind first. Tokens are kept without their tex
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgpack
 
 from ..client.codec import decode_client_message, decode_daemon_message, encode
 from ..client.errors import KVPoolError
-from ..client.protocol import Finished, Submit, TokenBatch
+from ..client.protocol import Finished, Submit, TokenBatch, pack_token_ids, unpack_token_ids
 
 
 class JournalDamaged(Exception):
@@ -30,6 +30,7 @@ class Accept:
     seed: int  # the drawn one, where the caller gave none
     arrival: float  # monotonic seconds
     wall: float  # the same moment by the wall clock, for a journal that outlives a boot
+    sequence: str = ""  # the kept sequence that goes on with its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +66,28 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """A kept sequence has its first `index` tokens as before, and after them these."""
+
+    key: int  # names the sequence in the other events; requests have other ones
+    uid: int
+    name: str
+    shared_uids: tuple[int, ...]
+    shared_gids: tuple[int, ...]
+    index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
-    """Nobody can ask for the request any more."""
+    """Nobody can ask for the request, or use the sequence, any more."""
 
     key: int
 
 
-Event = Accept | Generate | End | Finish | Forget
+Event = Accept | Generate | End | Finish | Forget | Hold
 
-ACCEPT, GENERATE, END, FINISH, FORGET = range(5)
+ACCEPT, GENERATE, END, FINISH, FORGET, HOLD = range(6)
 
 
 def pack(event: Event) -> bytes:
@@ -87,7 +101,11 @@ def _plain(event: Event) -> tuple[object, ...]:
         return (GENERATE, event.key, event.sample, event.index, event.token_ids, event.logprobs, event.top_logprobs)
     if isinstance(event, Accept):
         submit = encode(event.submit)
-        return (ACCEPT, event.key, event.uid, submit, event.num_samples, event.seed, event.arrival, event.wall)
+        times = (event.arrival, event.wall)
+        return (ACCEPT, event.key, event.uid, submit, event.num_samples, event.seed, *times, event.sequence)
+    if isinstance(event, Hold):
+        shares = (event.shared_uids, event.shared_gids)
+        return (HOLD, event.key, event.uid, event.name, *shares, event.index, pack_token_ids(event.token_ids))
     if isinstance(event, End):
         return (END, event.key, encode(event.finished))
     if isinstance(event, Finish):
@@ -127,6 +145,9 @@ def _event(plain: tuple[object, ...]) -> Event:
         return End(key, message)  # type: ignore[arg-type]
     if kind == FINISH:
         return Finish(*values)  # type: ignore[arg-type]
+    if kind == HOLD:
+        *about, packed = values
+        return Hold(*about, tuple(unpack_token_ids(packed).tolist()))  # type: ignore[call-arg,arg-type]
     if kind == FORGET:
         return Forget(*values)  # type: ignore[arg-type]
     raise JournalDamaged(f"events of kind {kind!r} are unknown")
@@ -169,10 +190,12 @@ class KnownRequest:
 
 
 class Replay:
-    """Takes events in order; `requests` are those that are alive, in order of acceptance, by key."""
+    """Takes events in order; `requests` are those that are alive, in order of acceptance, and `held` the sequences that
+    are kept, by key."""
 
     def __init__(self) -> None:
         self.requests: dict[int, KnownRequest] = {}
+        self.held: dict[int, Hold] = {}
 
     def apply(self, events: Iterable[Event]) -> None:
         """Raises JournalDamaged for an event that does not follow from those before."""
@@ -185,7 +208,9 @@ class Replay:
                 self._end(event)
             elif isinstance(event, Finish):
                 self._finish(event)
-            elif self.requests.pop(event.key, None) is None:
+            elif isinstance(event, Hold):
+                self._hold(event)
+            elif self.requests.pop(event.key, None) is None and self.held.pop(event.key, None) is None:
                 raise JournalDamaged(f"request {event.key} is forgotten and was never accepted")
 
     def _accept(self, event: Accept) -> None:
@@ -212,6 +237,12 @@ class Replay:
         if request is None or any(sample.finished is None for sample in request.samples):
             raise JournalDamaged(f"request {event.key} is finished before its samples are")
         request.finished_at = event.at
+
+    def _hold(self, event: Hold) -> None:
+        before = self.held[event.key].token_ids if event.key in self.held else ()
+        if event.index > len(before) or event.key in self.requests:
+            raise JournalDamaged(f"token {event.index} of sequence {event.key} is out of place")
+        self.held[event.key] = replace(event, index=0, token_ids=before[: event.index] + event.token_ids)
 
     def _sample(self, key: int, number: int) -> KnownSample:
         request = self.requests.get(key)

@@ -2,7 +2,8 @@
 
 A request that is taken up has the tokens that were given out, and none of them computed: the scheduler computes them
 together, as it does after a preemption. Text, stop strings, penalties and randomness depend on the tokens alone, so it
-goes on with the same bits as if nothing had happened. It waits for its owner as a request does that lingers.
+goes on with the same bits as if nothing had happened. It waits for its owner as a request does that lingers. A kept
+sequence is there again, idle, with nothing computed, or with the request that was at work on it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .clients import Clients
 from .config import Config
 from .journal import Identity, Journal
 from .journal_records import KnownRequest
+from .request import Request
 from .submission import make_request
 
 log = logging.getLogger(__name__)
@@ -41,21 +43,35 @@ def make_journal(config: Config, socket_path: Path, identity: Identity) -> Journ
 def take_up_all(journal: Journal, clients: Clients) -> None:
     """Begin where the last daemon stopped."""
     found = journal.recover(clients.now, time.time())
+    at_work: dict[tuple[int, str], Request] = {}  # on the kept sequence of this user and name
     for known in found.requests.values():
         try:
-            _take_up(known, clients)
+            request = _take_up(known, clients)
         except KVPoolError as error:
             log.error("request %s cannot be taken up: %s", known.accept.submit.request_id, error)
+        else:
+            if request.kept_as and not request.done:
+                at_work[request.uid, request.kept_as] = request
+    for held in found.held.values():
+        try:
+            clients.sequences.take_up(held, at_work.pop((held.uid, held.name), None), clients.now)
+        except KVPoolError as error:
+            log.error("sequence %r of uid %d cannot be taken up: %s", held.name, held.uid, error)
+            journal.let_go(held.key)
+    for request in at_work.values():
+        clients.keep_sequence(request)
     clients.expect_owners_of_set_aside(found.set_aside)
-    if found.requests:
+    if found.requests or found.held:
         unfinished = sum(not known.done for known in found.requests.values())
         log.info("took up %d requests of the last daemon, %d to finish", len(found.requests), unfinished)
+        log.info("took up %d sequences of the last daemon", len(found.held))
 
 
-def _take_up(known: KnownRequest, clients: Clients) -> None:
+def _take_up(known: KnownRequest, clients: Clients) -> Request:
     accept = known.accept
     request = make_request(accept.submit, clients.text, accept.uid, accept.arrival, seed=accept.seed)
+    request.kept_as = accept.sequence
+    request.keep = bool(accept.sequence)
     clients.engine.take_up(request, known)
-    if request.keep and not request.done:
-        clients.keep_sequence(request)
     clients.expect_owner(request)
+    return request

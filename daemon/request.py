@@ -69,6 +69,7 @@ class Request:
     want_logits: bool = False
     pooling: str | None = None  # mean | last: nothing is generated, the prompt is embedded
     keep: bool = False  # its sequence stays when it is done
+    kept_as: str = ""  # the name of the kept sequence that goes on with this
     linger_s: float = 0.0
     credit: int | None = None  # tokens of each sample that may be given out before more is granted; None: all
     handle: int | None = None  # its tokens go through the ring of its session's arena; None: in messages

@@ -7,24 +7,32 @@ Between two answers a sequence is idle. It keeps its blocks while nobody needs t
 they are computed again (or swapped in) at its next answer, and nobody sees a difference but in time. While an answer is
 being generated the sequence is busy: it can be attached to, forked, shared and closed, and nothing else.
 
+One with `keep` is there again after a restart: the journal has its tokens, and they are computed again when they are
+used. Its answer, if the daemon ended in the middle of one, goes on by itself.
+
 What a sequence contains after an answer is its prompt and every token of the answer that was given out: also the token
 that completed a stop string, and an end token. An answer that was cut short leaves what it had given out.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ..client.errors import Busy, InvalidArgument, NotFound, NotOwner, QuotaExceeded
+from ..client.errors import Busy, InvalidArgument, KVPoolError, NotFound, NotOwner, QuotaExceeded
 from .engine import Engine
+from .journal_records import Hold
 from .request import Request
 from .sequence import Sequence
 from .sessions import Peer, Session
 from .snapshot_file import Image
 from .timers import Timers
 from .users import is_member
+
+log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 4096
 """Sequences that one user may hold by name where max_sequences is auto: each costs memory, idle or not."""
@@ -46,6 +54,7 @@ class SequenceObject:
     created_at: float = 0.0
     request: Request | None = None  # of its answer, the last one or that which is being generated
     being_saved: bool = False
+    journal_key: int = 0  # 0: no journal has it
     truncations: int = 0  # with another number, a token that was computed may be another one
     shared_uids: set[int] = field(default_factory=set)
     shared_gids: set[int] = field(default_factory=set)
@@ -76,6 +85,7 @@ class SequenceObjects:
         self._timers = timers
         self._objects: dict[tuple[int, str], SequenceObject] = {}  # by uid and name
         self._counts: Counter[int] = Counter()  # by uid
+        engine.on_kept = self._answered
 
     def __iter__(self) -> Iterator[SequenceObject]:
         return iter(list(self._objects.values()))
@@ -133,7 +143,7 @@ class SequenceObjects:
         self._scheduler.check_admission(uid, len(token_ids), 0)
         sequence = Sequence(uid=uid, token_ids=token_ids, max_tokens=0, keep=True)
         self._scheduler.add(sequence, idle=True)
-        return self.adopt(SequenceObject(name, uid, sequence, keep, linger_s, None if keep else session))
+        return self._adopt_noted(SequenceObject(name, uid, sequence, keep, linger_s, None if keep else session))
 
     def restore(self, name: str, session: Session, image: Image) -> tuple[SequenceObject, list[int]]:
         """A sequence as it was stored, and the blocks to write; none where there is no room for them now."""
@@ -155,25 +165,28 @@ class SequenceObjects:
         sequence = self._scheduler.fork(parent.sequence, length, uid=uid)
         sequence.keep, sequence.max_tokens, sequence.priority = True, 0, 0
         keep = parent.keep and parent.uid == uid
-        return self.adopt(SequenceObject(name, uid, sequence, keep, parent.linger_s, None if keep else session))
+        return self._adopt_noted(SequenceObject(name, uid, sequence, keep, parent.linger_s, None if keep else session))
 
     # Changing
 
     def append(self, found: SequenceObject, token_ids: list[int]) -> None:
         found.require_idle()
         self._scheduler.check_possible(found.uid, found.sequence.num_tokens + len(token_ids), 0)
+        self._note(found, token_ids)
         self._scheduler.append(found.sequence, token_ids)
 
     def truncate(self, found: SequenceObject, num_tokens: int) -> None:
         found.require_idle()
         self._scheduler.truncate(found.sequence, self._length(found, num_tokens, "num_tokens"))
         found.truncations += 1
+        self._note(found)
 
     def generate(self, found: SequenceObject, request: Request) -> None:
         """Let it go on with the answer that the request asks for."""
         found.require_idle()
         if request.params.num_sequences > 1:
             raise InvalidArgument("a sequence goes on in one way; fork it for others", field="n")
+        request.kept_as = found.name if found.keep else ""
         self._engine.submit(request, found.sequence)
         found.request = request
 
@@ -184,6 +197,7 @@ class SequenceObjects:
             found.shared_uids.add(uid)
         if gid is not None:
             found.shared_gids.add(gid)
+        self._note(found)
 
     def _length(self, found: SequenceObject, asked: int | None, field: str) -> int:
         length = found.sequence.num_tokens if asked is None else asked
@@ -199,6 +213,11 @@ class SequenceObjects:
             return
         del self._objects[found.uid, found.name]
         self._counts[found.uid] -= 1
+        self._end(found)
+
+    def _end(self, found: SequenceObject) -> None:
+        if self._engine.journal is not None:
+            self._engine.journal.let_go(found.journal_key)
         if found.request is not None:
             self._engine.cancel(found.request)
         self._scheduler.finish(found.sequence, "cancelled")
@@ -221,6 +240,53 @@ class SequenceObjects:
         found.expires_at = until
         self._timers.at(until, expire)
 
+    # Over a restart
+
+    def _adopt_noted(self, made: SequenceObject) -> SequenceObject:
+        """Raises Busy, and ends the sequence, if it is to be kept and the journal has no room for it."""
+        try:
+            self._note(made)
+        except KVPoolError:
+            self._end(made)
+            raise
+        return self.adopt(made)
+
+    def _note(self, found: SequenceObject, more: Iterable[int] = ()) -> None:
+        """Write a kept sequence's tokens down, and `more` that come now, before anybody is told. Raises Busy."""
+        if self._engine.journal is not None and found.keep:
+            found.journal_key = self._engine.journal.hold(_held(found, more))
+            self._engine.journal.commit(time.monotonic())
+
+    def note_answer(self, found: SequenceObject) -> None:
+        """Let the journal know of a kept sequence's new tokens: they are there already, so it may not refuse."""
+        journal = self._engine.journal
+        if journal is None or not found.keep:
+            return
+        try:
+            found.journal_key = journal.hold(_held(found))
+        except Busy as error:
+            log.warning("a restart would lose sequence %r of uid %d: %s", found.name, found.uid, error)
+            journal.let_go(found.journal_key)
+            found.journal_key = 0
+
+    def _answered(self, request: Request) -> None:
+        found = self._objects.get((request.uid, request.kept_as))
+        if found is not None and found.request is request:
+            self.note_answer(found)
+
+    def take_up(self, held: Hold, request: Request | None, now: float) -> None:
+        """Go on with a sequence that an earlier daemon kept; with the `request` that was at work on it, if one was.
+        Raises KVPoolError if its tokens are too many now."""
+        if request is None:
+            self._scheduler.check_possible(held.uid, len(held.token_ids), 0)
+            sequence = Sequence(uid=held.uid, token_ids=list(held.token_ids), max_tokens=0, keep=True)
+            self._scheduler.add(sequence, idle=True)
+        else:
+            sequence = request.samples[0].sequence
+        made = SequenceObject(held.name, held.uid, sequence, created_at=now, request=request, journal_key=held.key)
+        made.shared_uids, made.shared_gids = set(held.shared_uids), set(held.shared_gids)
+        self.adopt(made)
+
     def check_invariants(self) -> None:
         """Raise RuntimeError if a sequence of the pool belongs to no name and no request, or a name to no sequence."""
         named = {found.sequence.sequence_id for found in self}
@@ -229,3 +295,8 @@ class SequenceObjects:
             raise RuntimeError(f"sequences {sorted(named - alive)} have names and are over")
         if lost := alive - named - self._engine.works_on():
             raise RuntimeError(f"sequences {sorted(lost)} hold blocks for nobody")
+
+
+def _held(found: SequenceObject, more: Iterable[int] = ()) -> Hold:
+    shares = (tuple(sorted(found.shared_uids)), tuple(sorted(found.shared_gids)))
+    return Hold(found.journal_key, found.uid, found.name, *shares, 0, (*found.sequence.token_ids, *more))

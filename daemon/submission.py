@@ -45,6 +45,7 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         want_logits=message.want_logits,
         pooling=message.pooling,
         keep=message.keep,
+        kept_as=message.request_id if message.keep else "",
         linger_s=message.linger_s,
         credit=message.credit,
     )
