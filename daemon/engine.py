@@ -341,6 +341,7 @@ class Engine:
         for chunk in plan.chunks:
             if not chunk.sequence.finished:  # one that stays: what was taken for the chunk goes back
                 self.scheduler.truncate(chunk.sequence, chunk.sequence.num_tokens)
+        self.scheduler.distrust(plan)
         if self._failures >= MAX_FAILURES:
             raise DeviceLost(f"{self._failures} steps in a row failed; the last: {error}") from error
 

@@ -334,6 +334,14 @@ class Scheduler:
             self.cache.note_time(self._now)
         return ended
 
+    def distrust(self, plan: StepPlan) -> None:
+        """The plan failed, perhaps while it moved blocks: who has one that was to be written computes all again."""
+        written = {block for _, block in plan.copies} | {block for _, block in plan.swap_in}
+        for sequence in self.roster.sequences.values():
+            never_left = sequence.host_slots and sequence in plan.preempted
+            if never_left or (written and not written.isdisjoint(sequence.block_table)):
+                self.residency.cut(sequence, 0)
+
     def _advance(self, sequence: Sequence, chunk: Chunk) -> None:
         """The chunk's tokens are computed: blocks that are full now enter the cache, or leave the window."""
         end, size = chunk.start + chunk.num_tokens, self.pool.block_size

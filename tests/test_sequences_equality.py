@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvpool.client.protocol import Submit, pack_token_ids
 from kvpool.client.sampling_params import SamplingParams
@@ -281,6 +283,65 @@ def test_a_sequence_survives_a_step_that_failed() -> None:
         request = go_on(harness, sequence)
         harness.run()
         assert harness.answer(request).token_ids == expected
+
+
+class FailsToMove(NumpyBackend):
+    """`failing` names what fails when it is called next, after it has left garbage where blocks were to be written."""
+
+    failing = ""
+
+    def _fail(self, name: str, blocks: Items[int]) -> None:
+        if self.failing == name:
+            self.failing = ""
+            self.pool[list(blocks)] = float("nan")
+            raise RuntimeError("failed for the test")
+
+    def read_blocks(self, blocks: Items[int]) -> NDArray[np.uint8]:
+        self._fail("read_blocks", [])
+        return super().read_blocks(blocks)
+
+    def write_blocks(self, blocks: Items[int], data: NDArray[np.uint8]) -> None:
+        self._fail("write_blocks", blocks)
+        super().write_blocks(blocks, data)
+
+    def copy_blocks(self, source: Items[int], destination: Items[int]) -> None:
+        self._fail("copy_blocks", destination)
+        super().copy_blocks(source, destination)
+
+
+@pytest.mark.parametrize("failing", ["read_blocks", "write_blocks", "copy_blocks"])
+def test_blocks_that_were_not_moved_are_computed_again(failing: str) -> None:
+    """A swap out, a swap in, and a copy before a fork's first write: after each, everybody's answers are right."""
+    token_ids, filler = prompts(1, 40, seed=3)[0], prompts(1, 90, seed=4)[0]
+    with engine(make_backend=numpy_backend) as harness:
+        expected = harness.generate(token_ids, **SAMPLED).token_ids
+
+    def make(model: LoadedModel, limits: BackendLimits) -> Backend:
+        return FailsToMove(model.program, model.checkpoint, limits)
+
+    with engine(make_backend=make, num_blocks=8, host_blocks=8, max_num_seqs=4) as harness:
+        backend, failed = harness.backend, 0
+        assert isinstance(backend, FailsToMove)
+        harness.scheduler.costs.compute_s_per_token = 1.0
+        sequence = opened(harness, token_ids)
+        go_on(harness, sequence, max_tokens=0)
+        harness.run()
+        child = harness.scheduler.fork(sequence)
+        backend.failing = failing
+        for one in (child, None, sequence, child, None, sequence):
+            length = 90 if one is None else len(one.token_ids)
+            request = harness.submit(filler, max_tokens=2) if one is None else go_on(harness, one)
+            harness.run()
+            harness.scheduler.check_invariants()
+            answer = harness.answer(request)
+            if answer.reason == "error":
+                failed += 1
+            elif one is not None:
+                assert answer.token_ids == expected
+            if one is not None:
+                harness.scheduler.truncate(one, length)
+        assert failed == 1
+        assert not backend.failing
 
 
 def test_the_audit_finds_what_belongs_to_nobody() -> None:
