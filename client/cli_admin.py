@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def add_commands(commands: Any) -> None:
     commands.add_parser("fsck", help="audit the pool").set_defaults(command=fsck)
     command = commands.add_parser("trace", help="record what the daemon does, for ui.perfetto.dev")
     command.add_argument("--seconds", type=float, default=5.0, help="how long (default: 5)")
-    command.add_argument("--output", type=Path, default=Path("kvpool-trace.json"), help="the file to write")
+    command.add_argument("--output", type=Path, default=Path("kvpool-trace.json"), help="default: kvpool-trace.json")
     command.set_defaults(command=trace)
     command = commands.add_parser("keygen", help="make keys for a daemon or a client of tcp://")
     command.add_argument("file", type=Path, help="where the keys go; the public one alone goes to FILE.pub")
@@ -79,6 +80,8 @@ def fsck(options: argparse.Namespace) -> int:
 
 
 def trace(options: argparse.Namespace) -> int:
+    if sys.stderr.isatty():
+        print(f"recording for {options.seconds:g} s", file=sys.stderr)
     with _pool(options) as pool:
         recorded = pool.trace(options.seconds)
     try:

@@ -11,6 +11,8 @@ from typing import Any
 from . import cli_sampling
 from .cli_generate import write_stream
 from .client import Client
+from .errors import KVPoolError
+from .messages import MAX_PROMPT_BYTES
 from .sampling_params import SamplingParams
 
 HELP = "/new begins anew, /quit leaves, Ctrl-C stops an answer."
@@ -40,23 +42,30 @@ def chat(options: argparse.Namespace) -> int:
             if line == "/new":
                 messages = list(opening)
             elif line:
-                messages.append({"role": "user", "content": line})
-                messages.append({"role": "assistant", "content": _answer(pool, messages, params)})
+                question = {"role": "user", "content": line}
+                try:
+                    answer = _answer(pool, [*messages, question], params)
+                except KVPoolError as error:
+                    if not is_person:
+                        raise
+                    print(f"kvpool: {error}", file=sys.stderr)  # the conversation stays, without this question
+                else:
+                    messages += [question, {"role": "assistant", "content": answer}]
     return 0
 
 
 def _ask(is_person: bool) -> str | None:
-    """A line that the user typed; None at the end of input."""
+    """A line that the user typed, or that comes through a pipe; None at the end of input."""
+    if not is_person:
+        line = sys.stdin.readline(MAX_PROMPT_BYTES + 1)
+        return line.strip() if line else None
     while True:
         try:
-            return input("> " if is_person else "").strip()
+            return input("> ").strip()
         except EOFError:
-            if is_person:
-                print()
+            print()
             return None
         except KeyboardInterrupt:
-            if not is_person:
-                raise
             print()
 
 

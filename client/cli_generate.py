@@ -14,6 +14,7 @@ from . import cli_sampling
 from .client import Client
 from .errors import InvalidArgument
 from .figures import show_duration
+from .messages import MAX_PROMPT_BYTES
 from .results import Output, Result
 from .stream import Stream
 from .terminal import DIM, Terminal, safe
@@ -70,7 +71,7 @@ def _exit_code(result: Result, is_told: bool) -> int:
 def _text(given: str | None) -> str:
     if given is None and sys.stdin.isatty():
         raise InvalidArgument("is missing; type it after `kvpool generate`, or pipe it in", field="text")
-    text = sys.stdin.read() if given in (None, "-") else given
+    text = sys.stdin.read(MAX_PROMPT_BYTES + 1) if given in (None, "-") else given
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes that the locale has no characters for

@@ -133,6 +133,29 @@ def test_chat_remembers(
     assert said == [["Be terse.", "one"], ["Be terse.", "one", " t0", "two"], ["Be terse.", "three"]]
 
 
+def test_an_error_does_not_end_a_persons_conversation(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_second_question(peer: Peer, message: Any) -> None:
+        if isinstance(message, Submit) and message.messages and message.messages[-1].content == "two":
+            refuse("too_long")(peer, message)
+        else:
+            count_up(peer, message)
+
+    class Keyboard(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = iter(["one", "two", "three", "/quit"])
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    with FakeDaemon(path, no_second_question) as daemon:
+        assert cli.main(["chat", "--max-tokens", "1"]) == 0
+    assert "too_long" in capsys.readouterr().err
+    last = [message for message in daemon.received if isinstance(message, Submit)][-1]
+    assert [turn.content for turn in last.messages or ()] == ["one", " t0", "three"]
+
+
 def ends(reason: str) -> Script:
     def script(peer: Peer, message: Any) -> None:
         if isinstance(message, Submit):
