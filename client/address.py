@@ -107,7 +107,10 @@ def resolve_address(
         if candidate.path.exists():
             return candidate
     looked = " and ".join(str(candidate) for candidate in candidates)
-    raise ConnectionLost(f"no daemon found at {looked}; start kvpoold, or set {ENVIRONMENT_NAME} to its socket")
+    raise ConnectionLost(
+        f"no daemon found at {looked}; start kvpoold (it listens once its model is loaded), or set {ENVIRONMENT_NAME} "
+        "to its socket"
+    )
 
 
 @dataclass(frozen=True, slots=True)

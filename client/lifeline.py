@@ -106,6 +106,8 @@ def connect_lifeline(path: Path, timeout_s: float) -> socket.socket:
 
 def _advice(error: OSError, path: Path) -> str:
     where = path.with_name(path.name.removesuffix(LIFELINE_SUFFIX))
+    if error.errno == errno.ENOENT and where.exists():
+        return f"{where} is not a daemon's socket, as there is no {path.name} beside it"
     if error.errno == errno.ENOENT:
         return f"{where} does not exist; start kvpoold, or set KVPOOL_ADDRESS to its socket"
     if error.errno == errno.ECONNREFUSED:
