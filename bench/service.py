@@ -36,6 +36,7 @@ from kvpool.client.figures import show_duration
 
 PAUSE_S = 1.0  # between two looks at the daemon
 START_LIMIT_S = 300.0
+PATIENCE_S = 120.0  # a crowded machine may let the daemon wait
 SHOWN_ROWS = 20
 UNEXPECTED = ("internal", "numeric", "connection_lost", "error")
 
@@ -127,7 +128,7 @@ def run(options: argparse.Namespace) -> Outcome:
         with running_daemon(flags, directory) as (process, address):
             wait_until_ready(process, address, directory)
             clients = start_clients(options, address)
-            with Client(address, client_name="bench") as pool:
+            with Client(address, timeout_s=PATIENCE_S, client_name="bench") as pool:
                 files_before = open_files(process.pid)
                 watch(outcome, clients, pool, process.pid, options)
                 outcome.failed_clients = sum(os.waitpid(pid, 0)[1] != 0 for pid, _ in clients)
