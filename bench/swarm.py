@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # the tests' helpers are no part of the package
 
 from tests.support.arena_swarm import length_of  # noqa: E402
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually  # noqa: E402
+from tests.support.faults import holdings  # noqa: E402
 
 SETTINGS = {
     "max_model_len": 256,
@@ -34,16 +35,6 @@ SETTINGS = {
     "max_queued_requests": 20_000,
     "journal": "off",
 }
-
-
-def holdings(daemon: DaemonProcess) -> tuple[int, int, int]:
-    """(descriptors, arenas mapped, threads) of the daemon."""
-    root = Path(f"/proc/{daemon.pid}")
-    return (
-        daemon.open_files(),
-        (root / "maps").read_text().count("memfd:kvpool"),
-        len(list((root / "task").iterdir())),
-    )
 
 
 def main() -> int:
@@ -75,9 +66,7 @@ def main() -> int:
     print(f"{said['ok']} clients received exactly what was generated for them; wrong: {wrong or 'none'}")
     print(f"{generated:,} tokens generated; {stats['preemptions_total']} preemptions")
     print(f"pool {'' if rest else 'NOT '}at rest; descriptors, mappings, threads {'' if clean else 'NOT '}as before")
-    print(
-        f"{wall_s:.1f} s, {tokens / wall_s:,.0f} tokens/s, {1e6 * cpu_s / tokens:.0f} us of the daemon's CPU each"
-    )
+    print(f"{wall_s:.1f} s, {tokens / wall_s:,.0f} tokens/s, {1e6 * cpu_s / tokens:.0f} us of the daemon's CPU each")
     return 0 if said["ok"] == options.clients and generated == tokens and rest and clean else 1
 
 

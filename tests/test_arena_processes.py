@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
 import signal
@@ -20,14 +19,14 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, KVPoolError
-from kvpool.client.arena import ARENA, RING_HEAD, RING_TAIL, Layout
+from kvpool.client.arena import RING_HEAD, RING_TAIL
 from kvpool.client.bell import CAPACITY_BYTES
-from kvpool.client.lifeline import FrameKind, FrameReader, encode_frame
 from kvpool.client.live_map import LiveMap
-from kvpool.client.protocol import Accepted, Closing, Failed, Finished, Hello, Submit, Tokens, Welcome
+from kvpool.client.protocol import Accepted, Closing, Failed, Finished, Submit, Tokens
 from kvpool.daemon.delivery import SLOW_READER
+from tests.support.arena_raw import ArenaRaw
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
-from tests.support.raw_client import RawClient
+from tests.support.faults import holdings
 from tests.support.scripted_backend import answer_to
 
 SWARM = Path(__file__).resolve().parent / "support" / "arena_swarm.py"
@@ -78,13 +77,6 @@ def started(process: subprocess.Popen[str], count: int) -> list[int]:
 def verdicts(process: subprocess.Popen[str]) -> list[str]:
     assert process.stdout is not None
     return [said for line in process.stdout if (said := line.split(maxsplit=1)[1].strip()) != "start"]
-
-
-def holdings(daemon: DaemonProcess) -> tuple[int, int, int]:
-    """(descriptors, arenas mapped, threads) of the daemon."""
-    root = Path(f"/proc/{daemon.pid}")
-    maps = (root / "maps").read_text().count("memfd:kvpool")
-    return daemon.open_files(), maps, len(list((root / "task").iterdir()))
 
 
 @pytest.fixture(scope="module")
@@ -188,29 +180,6 @@ def test_a_stopped_client_pauses_alone(daemon: DaemonProcess) -> None:
         assert verdicts(process) == ["ok"]
 
 
-class ArenaRaw(RawClient):
-    """A client that may write anything into its arena."""
-
-    def enter(self) -> mmap.mmap:
-        self.send(Hello((1,), "raw", 0, (ARENA,)))
-        token = self.expect(Welcome).lifeline_token
-        self.lifeline = self.connect_lifeline()
-        self.lifeline.sendall(encode_frame(FrameKind.TOKEN, token))
-        reader, kinds, fds = FrameReader(), [], []
-        while FrameKind.ATTACHED not in kinds:
-            data, came, _, _ = socket.recv_fds(self.lifeline, 4096, 4)
-            fds += came
-            kinds += [frame.kind for frame in reader.feed(data)]
-        assert kinds == [FrameKind.ARENA, FrameKind.ATTACHED]
-        fd, self.bell_fd = fds
-        size = os.fstat(fd).st_size
-        self.layout = Layout.of_header(os.pread(fd, 40, 0))
-        assert self.layout.total_bytes == size
-        memory = mmap.mmap(fd, size)
-        os.close(fd)
-        return memory
-
-
 def test_a_hostile_reader_ends_its_own_session(at_rest: tuple[int, int, int], daemon: DaemonProcess) -> None:
     with ArenaRaw(daemon.path) as raw, daemon.client() as other:
         memory = raw.enter()
@@ -241,6 +210,7 @@ def test_whatever_a_client_does_with_its_bell_the_daemon_goes_on(
             os.set_blocking(raw.bell_fd, True)
             if close:
                 os.close(raw.bell_fd)
+                raw.bell_fd = -1
             for number in range(16):  # 4,800 steps: more than fit in it
                 fields = {"max_tokens": 300} | GREEDY
                 raw.send(Submit(f"r{number}", upload=(0, 4), params=fields, handle=1, want_text=False))
@@ -253,7 +223,6 @@ def test_whatever_a_client_does_with_its_bell_the_daemon_goes_on(
             memory.close()
             if not close:
                 assert len(os.read(raw.bell_fd, 10_000)) == CAPACITY_BYTES
-                os.close(raw.bell_fd)
     assert settled(daemon, at_rest), holdings(daemon)
 
 

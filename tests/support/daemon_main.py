@@ -3,6 +3,7 @@
 numpy    the slow twin
 slow     the same, each step of at least 20 ms, on a thread, as a device would
 scripted no arithmetic: the next token is a function of the last one and its position
+steady   the same, each step 10 ms, as a device would
 stuck    a step never ends
 broken   every step fails
 paced    the real CPU back end, each step at least 10 ms: the same bits in every batch, and a middle to die in
@@ -49,6 +50,14 @@ class SlowBackend(NumpyBackend):
         self._result = self._step(batch)
         time.sleep(max(0.0, until - time.monotonic()))
         os.eventfd_write(self._event, 1)
+
+
+class SteadyBackend(ScriptedBackend):
+    """Every step takes the same time, whatever is in it: what varies is the daemon's own."""
+
+    def launch(self, batch: StepBatch) -> None:
+        self._batch = batch
+        threading.Timer(PACE_S, os.eventfd_write, [self._event, 1]).start()
 
 
 class StuckBackend(NumpyBackend):
@@ -111,6 +120,7 @@ BACKENDS: dict[str, Callable[[Program, Checkpoint, BackendLimits], Backend]] = {
     "numpy": NumpyBackend,
     "slow": SlowBackend,
     "scripted": ScriptedBackend,
+    "steady": SteadyBackend,
     "stuck": StuckBackend,
     "broken": BrokenBackend,
     "paced": PacedBackend,
