@@ -5,7 +5,7 @@ num_rows), eight neighbours a thread.
 
     table  (num_entries, width) float32 or 16-bit, width a multiple of 4; or codes and scales (weight_formats.py),
            width a multiple of 8
-    ids    (num_rows,) int32, each within the table
+    ids    (num_rows,) int32, each within the table; -1, the token of a row in error, is read as 0
     out    (num_rows, width) float32
 """
 
@@ -31,7 +31,7 @@ def gather_rows(table: str = "float32") -> Kernel:
         row = types.int64(cuda.blockIdx.y)
         column = 4 * (cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         if column < width:
-            a, b, c, d = load_table(table, types.int64(ids[row]) * width + column)
+            a, b, c, d = load_table(table, types.int64(max(ids[row], 0)) * width + column)
             store_f32x4(out, row * width + column, a * scale, b * scale, c * scale, d * scale)
 
     arguments = {
@@ -64,7 +64,7 @@ def gather_packed_rows(weights: str) -> Kernel:
         column = 8 * (cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         if column >= width:
             return
-        entry = ids[token]
+        entry = max(ids[token], 0)
         tile = types.int64(entry // 16) * ((width + 63) // 64) + column // 64
         row, half = entry % 16, column % 64 // 32
         lane = 4 * (row & 7) + column % 32 // 8

@@ -1,7 +1,10 @@
 """The CUDA back end: a Program as kernel launches on one card, over a paged pool in its memory.
 
 A step is staged into page-locked arrays, copied, launched and signalled without waiting. Decode steps are padded to one
-of a few sizes and captured as graphs: one launch instead of hundreds. With `products` exact (the default) a row's bits
+of a few sizes and captured as graphs: one launch instead of hundreds. They are also launched ahead of the host: while
+step N runs, the step that comes next if all its sequences just go on is queued behind it, with N's tokens taken on the
+card. If the host then asks for exactly that step, it is already under way; if not, it is forgotten, and all it did was
+to write where the next step writes anyway. With `products` exact (the default) a row's bits
 do not depend on the batch, on chunking or on the prefix cache. With `fast`, products of more than 64 rows are the
 vendor's and prompts have an attention kernel of their own: a prompt's bits then depend on how it was cut into chunks.
 """
@@ -14,15 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ..cuda_kernels import block_copy, cache, weight_formats
 from ..cuda_kernels.kv_formats import KV_FORMATS
 from ..cuda_kernels.layout import AttentionShape
 from .backend import BackendLimits, Progress
-from .batch import Float32, SamplingBatch, StepBatch, StepResult
+from .batch import Float32, Int32, SamplingBatch, StepBatch, StepResult
 from .cuda_attention import Attention, AttentionPlan
-from .cuda_device import Bytes, CudaDevice, CupyDevice, Work
+from .cuda_device import Bytes, CudaDevice, CupyDevice, Mark, Work
+from .cuda_flight import Flight, following, is_same_step
 from .cuda_pool import CudaPool
 from .cuda_program import (
     TOP_WIDTH,
@@ -55,8 +59,8 @@ class CudaBackend:
 
     `dtype`: auto | bfloat16 | float16 | float32 | int8 | int4 (groups of 32, products in bfloat16); `kv_dtype`: auto |
     bfloat16 | float16 | float32 | int8 | float8_e4m3; `products`: exact | fast; `graphs`: capture decode steps;
-    `kernel_folder`: where compiled kernels are kept; `device`: the card, the first by default. Raises MemoryError
-    naming what to lower, ValueError for what CUDA cannot do.
+    `ahead`: launch them before they are asked for; `kernel_folder`: where compiled kernels are kept; `device`: the
+    card, the first by default. Raises MemoryError naming what to lower, ValueError for what CUDA cannot do.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class CudaBackend:
         kv_dtype: str = "auto",
         products: str = "exact",
         graphs: bool = True,
+        ahead: bool = True,
         progress: Progress = _quiet,
         kernel_folder: Path | None = None,
         device: CudaDevice | None = None,
@@ -78,7 +83,8 @@ class CudaBackend:
         element, packing, kv = _formats(dtype, kv_dtype)
         if kernel_folder is not None and (reason := cache.use_folder(kernel_folder)):
             progress(f"compiling kernels at every start: {reason}", 0.0)
-        self._limits, self._config, self._products, self._graphs_wanted = limits, config, products, graphs
+        self._limits, self._config, self._products = limits, config, products
+        self._graphs_wanted, self._ahead_wanted = graphs, ahead
         shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, limits.block_size, kv)
         self._device: CudaDevice = CupyDevice() if device is None else device
         windows = [op.window for op in program.ops if isinstance(op, PagedAttention)]
@@ -110,6 +116,9 @@ class CudaBackend:
         self._graphs: dict[tuple[int, tuple[AttentionPlan, ...]], Work | None] = {}
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._flight: Flight | None = None
+        self._ahead: Flight | None = None  # nobody has asked for it yet
+        self._sampled: Int32 = np.zeros(0, np.int32)  # tokens of the step collected last
+        self._marks: list[Mark] = [lambda: None, lambda: None]  # when each copy of the staging memory is free again
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -144,6 +153,7 @@ class CudaBackend:
     def allocate_pool(self, num_blocks: int) -> None:
         self._program.use_pool(self._pool.allocate(num_blocks))
         self._graphs.clear()
+        self._ahead = None
 
     def copy_blocks(self, source: Sequence[int], destination: Sequence[int]) -> None:
         self._pool.copy(source, destination)
@@ -163,13 +173,31 @@ class CudaBackend:
         if self._flight is not None:
             raise RuntimeError("a step is already in flight")
         self._check(batch)
-        flight = self._flight = Flight(batch, self._last, DTYPES[self._weights.element])
-        cuts = self._cuts(batch.sampling)
+        ahead, self._ahead = self._ahead, None
+        size = self._limits.block_size
+        if ahead is not None and is_same_step(ahead.batch, batch, size) and np.array_equal(batch.tokens, self._sampled):
+            flight = ahead
+        else:
+            flight = self._start(batch, self._cuts(batch.sampling))
+        self._flight = flight
+        self._device.notify(flight.reached, self._event)
+        if self._ahead_wanted and self._bucket(batch, cuts := self._cuts(batch.sampling)):
+            after = following(batch, size, self._limits.max_model_len)
+            if after is not None:
+                self._ahead = self._start(after, cuts, tokens_on_card=True)
+
+    def _start(self, batch: StepBatch, cuts: list[tuple[int, int]], tokens_on_card: bool = False) -> Flight:
+        """Queue a step behind everything that was asked for before."""
+        self._turn()
+        arriving = {name: self._results.host(name, self._results.capacity(name)) for name in result_fields(1)}
+        flight = Flight(batch, self._last, DTYPES[self._weights.element], arriving)
         bucket = self._bucket(batch, cuts)
         step = self._stage(batch, bucket)
         if bucket:
             self._stage_sampling(batch, 0, len(batch.tokens), bucket)
             self._arrays.upload()
+            if tokens_on_card:
+                self._device.copy(self._arrays.address("tokens"), self._results.address("tokens"), 4 * bucket)
             self._run_graph(step)
             self._results.download()
             flight.pending = (0, len(batch.tokens))
@@ -179,12 +207,21 @@ class CudaBackend:
                 run(step)
             for cut in cuts:
                 self._launch_tail(batch, step, cut, flight)
-        self._device.notify(self._event)
+        self._marks[0] = flight.reached = self._device.mark()
+        return flight
+
+    def _turn(self) -> None:
+        """Go to the staging memory that was used longest ago, once the card is done with it."""
+        self._arrays.turn()
+        self._results.turn()
+        self._marks.reverse()
+        self._marks[0]()
 
     def _launch_tail(self, batch: StepBatch, step: Step, cut: tuple[int, int], flight: Flight) -> None:
         """Logits and samples of one stretch of logit rows, once the stretch before it has been taken off the card."""
         if flight.pending != (0, 0):
-            self._harvest(flight)
+            flight.reached = self._device.mark()
+            flight.take()
         start, stop = flight.pending = cut
         step.num_logit_rows = stop - start
         self._stage_sampling(batch, start, stop, stop - start)
@@ -205,9 +242,15 @@ class CudaBackend:
             raise RuntimeError("no step is in flight")
         flight, self._flight = self._flight, None
         try:
-            self._harvest(flight)
+            flight.take()
+        except RuntimeError:
+            self._ahead = None
+            raise
         finally:
             os.eventfd_read(self._event)
+        self._sampled = flight.tokens
+        if self._ahead is not None:
+            self._ahead.started_s = time.perf_counter()  # it waited for this one
         return flight.finish()
 
     def close(self) -> None:
@@ -292,11 +335,6 @@ class CudaBackend:
         for launch in (*self._program.body, *self._program.tail):
             launch(step)
 
-    def _harvest(self, flight: Flight) -> None:
-        """Wait, and take the pending logit rows' results off the staging area."""
-        self._device.synchronize()
-        flight.take(self._results)
-
 
 _FILLS = {
     "temperature": 0,
@@ -333,42 +371,3 @@ def _formats(dtype: str, kv_dtype: str) -> tuple[str, str, str]:
     if kv == "float32" and element != "float32":
         raise ValueError(f"kv_dtype float32 needs dtype float32 on CUDA, got {dtype}")
     return element, packing, kv
-
-
-class Flight:
-    """One step on its way: what was asked for, and what has arrived."""
-
-    def __init__(self, batch: StepBatch, last: Logits, dtype: DTypeLike) -> None:
-        rows = len(batch.logit_rows)
-        width = max(0, int(batch.sampling.num_logprobs.max(initial=0)))
-        self.started_s = time.perf_counter()
-        self.pending = (0, 0)  # the stretch of logit rows that is still on the card
-        self.tokens = np.empty(rows, np.int32)
-        self.logprobs = np.empty(rows, np.float32)
-        self.top_tokens = np.empty((rows, width), np.int32)
-        self.top_logprobs = np.empty((rows, width), np.float32)
-        self.errors = np.empty(rows, np.bool_)
-        self.logits = np.empty((rows, last.out.width), np.float32) if batch.want_logits else None
-        self.hidden = np.empty((rows, last.x.width), dtype) if batch.want_hidden else None  # as products read it
-
-    def take(self, results: Mirror) -> None:
-        """Copy the pending rows' results, which have arrived on the host."""
-        start, stop = self.pending
-        rows, width = stop - start, self.top_tokens.shape[1]
-        for name in ("tokens", "logprobs", "errors"):
-            getattr(self, name)[start:stop] = results.host(name, rows)
-        for name in ("top_tokens", "top_logprobs"):
-            whole = results.host(name, rows * TOP_WIDTH).reshape(rows, TOP_WIDTH)
-            getattr(self, name)[start:stop] = whole[:, :width]
-
-    def finish(self) -> StepResult:
-        return StepResult(
-            self.tokens,
-            self.logprobs,
-            self.top_tokens,
-            self.top_logprobs,
-            self.errors,
-            compute_s=time.perf_counter() - self.started_s,
-            logits=self.logits,
-            hidden=None if self.hidden is None else self.hidden.astype(np.float32),
-        )

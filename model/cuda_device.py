@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import queue
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,9 +22,14 @@ from numpy.typing import NDArray
 from ..cuda_kernels.assembler import assemble
 from ..cuda_kernels.compiler import Kernel
 
+log = logging.getLogger(__name__)
+
 Bytes = NDArray[np.uint8]
 Work = Callable[[], None]
 KernelMaker = Callable[[], Kernel]
+Mark = Callable[[], None]
+"""A moment in the order of work: call it to wait until all that was asked for before it is done. Raises RuntimeError if
+the card failed."""
 
 
 class CudaDevice(Protocol):
@@ -45,6 +52,9 @@ class CudaDevice(Protocol):
 
     def download(self, target: Bytes, source: int) -> None: ...
 
+    def copy(self, target: int, source: int, size: int) -> None:
+        """`size` bytes from one place on the card to another."""
+
     def prepare(self, make: KernelMaker) -> None:
         """Compile and load a kernel, so that its first launch does not."""
 
@@ -56,8 +66,11 @@ class CudaDevice(Protocol):
     def capture(self, work: Work) -> Work | None:
         """Record the launches of `work` and return what repeats them at once; None where the driver refuses."""
 
-    def notify(self, descriptor: int) -> None:
-        """Add 1 to an eventfd once everything asked for so far is done, or has failed."""
+    def mark(self) -> Mark:
+        """This moment, after everything asked for so far."""
+
+    def notify(self, mark: Mark, descriptor: int) -> None:
+        """Add 1 to an eventfd once a mark is reached, or the card has failed."""
 
     def synchronize(self) -> None:
         """Wait for everything. Raises RuntimeError if the card failed."""
@@ -80,11 +93,10 @@ class CupyDevice:
         if self._capability < (8, 0):
             raise RuntimeError(f"{self._name} is too old: kvpool needs compute capability 8.0 (Ampere) or later")
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._functions: dict[int, Any] = {}
-        self._kept: list[Any] = []  # kernels and modules whose functions are in use
+        self._loaded: dict[int, _Loaded] = {}  # by the id of the kernel
         self._allocations: list[int] = []
         self._pinned: list[Any] = []
-        self._waiter = _Waiter(lambda: cupy.cuda.Event(block=True, disable_timing=True), ordinal, self._runtime)
+        self._waiter = _Waiter(lambda: self._runtime.setDevice(ordinal))
 
     @property
     def name(self) -> str:
@@ -127,33 +139,33 @@ class CupyDevice:
         kind = self._runtime.memcpyDeviceToHost
         self._runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, kind, self._stream.ptr)
 
+    def copy(self, target: int, source: int, size: int) -> None:
+        self._runtime.memcpyAsync(target, source, size, self._runtime.memcpyDeviceToDevice, self._stream.ptr)
+
     def prepare(self, make: KernelMaker) -> None:
         kernel = make()
-        if id(kernel) not in self._functions:
+        if id(kernel) not in self._loaded:
             self._load(kernel)
 
-    def _load(self, kernel: Kernel) -> None:
+    def _load(self, kernel: Kernel) -> _Loaded:
         module = self._cupy.cuda.function.Module()
         module.load(assemble(kernel, self._capability))
         function = module.get_function(kernel.name)
         if kernel.shared_bytes:
             attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._driver.funcSetAttribute(function.ptr, attribute, kernel.shared_bytes)
-        self._functions[id(kernel)] = function
-        self._kept += [kernel, module]
+        loaded = self._loaded[id(kernel)] = _Loaded(kernel, function)
+        return loaded
 
     def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None:
-        if id(kernel) not in self._functions:
-            self._load(kernel)
+        loaded = self._loaded.get(id(kernel)) or self._load(kernel)
         x, y, z = (*grid, 1, 1)[:3]
-        values = pack_arguments(kernel, arguments)
-        addresses = values.ctypes.data + 8 * np.arange(len(values), dtype=np.uint64)
         self._driver.launchKernel(
-            self._functions[id(kernel)].ptr,
+            loaded.function.ptr,
             x, y, z, kernel.threads, 1, 1,
             kernel.shared_bytes,
             self._stream.ptr,
-            addresses.ctypes.data,
+            loaded.arguments.fill(arguments),
             0,
         )  # fmt: skip
 
@@ -176,18 +188,29 @@ class CupyDevice:
         try:
             work()
             graph = self._stream.end_capture()
-        except (NotImplementedError, self._runtime.CUDARuntimeError):  # the vendor's products cannot be captured
+        except (NotImplementedError, self._runtime.CUDARuntimeError, self._driver.CUDADriverError) as error:
+            # CuPy refuses to capture the vendor's products; a driver may refuse more.
             with contextlib.suppress(self._runtime.CUDARuntimeError):
                 self._stream.end_capture()
+            log.warning("a step cannot be captured as a graph and is launched kernel by kernel: %s", error)
             return None
         return lambda: graph.launch(self._stream)
 
-    def notify(self, descriptor: int) -> None:
-        self._waiter.notify(self._stream, descriptor)
+    def mark(self) -> Mark:
+        event = self._cupy.cuda.Event(block=True, disable_timing=True)
+        event.record(self._stream)
+        return lambda: self._wait(event)
+
+    def notify(self, mark: Mark, descriptor: int) -> None:
+        self._waiter.notify(mark, descriptor)
 
     def synchronize(self) -> None:
+        self._wait(self._stream)
+
+    def _wait(self, what: Any) -> None:
+        """For an event or a stream."""
         try:
-            self._stream.synchronize()
+            what.synchronize()
         except self._runtime.CUDARuntimeError as error:
             raise RuntimeError(f"the card failed: {error}") from error
 
@@ -196,44 +219,61 @@ class CupyDevice:
         for address in self._allocations:
             self._runtime.free(address)
         self._allocations.clear()
-        self._functions.clear()
-        self._kept.clear()
+        self._loaded.clear()
         self._pinned.clear()
 
 
-def pack_arguments(kernel: Kernel, arguments: Sequence[int | float]) -> NDArray[np.uint64]:
-    """(number of arguments,) uint64: each argument's bytes, little-endian, in a slot of its own."""
-    if len(arguments) != len(kernel.arguments):
-        raise TypeError(f"kernel {kernel.name} takes {len(kernel.arguments)} arguments, {len(arguments)} were given")
-    values = np.zeros(len(arguments), np.uint64)
-    for slot, (_, kind), value in zip(values.view(np.uint8).reshape(-1, 8), kernel.arguments, arguments, strict=True):
-        dtype = np.dtype(np.uint64 if kind.endswith("*") else kind)
-        slot[: dtype.itemsize] = np.array([value], dtype).view(np.uint8)
-    return values
+_FORMATS = {"int32": "i4x", "int64": "q", "uint64": "Q", "float32": "f4x"}  # of `struct`; addresses are uint64
+
+
+class Arguments:
+    """Room for the arguments of one launch of a kernel, each in 8 bytes of its own; the driver copies them at once."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        kinds = [_FORMATS.get(kind, "Q") for _, kind in kernel.arguments]
+        self._name, self._struct = kernel.name, struct.Struct("<" + "".join(kinds))
+        self._buffer = bytearray(self._struct.size)
+        self.values = np.frombuffer(self._buffer, np.uint64)
+        self._addresses = self.values.ctypes.data + 8 * np.arange(len(kinds), dtype=np.uint64)
+        self._address = int(self._addresses.ctypes.data)
+
+    def fill(self, arguments: Sequence[int | float]) -> int:
+        """The address of the addresses of these values: what the driver wants. Raises TypeError if they do not fit."""
+        try:
+            self._struct.pack_into(self._buffer, 0, *arguments)
+        except struct.error as error:
+            raise TypeError(f"kernel {self._name} cannot take {tuple(arguments)}: {error}") from None
+        return self._address
+
+
+class _Loaded:
+    """A kernel that is on the card. Kept here, it keeps its id."""
+
+    def __init__(self, kernel: Kernel, function: Any) -> None:
+        self.kernel, self.function = kernel, function  # which keeps its module
+        self.arguments = Arguments(kernel)
 
 
 class _Waiter:
-    """A thread that waits for events, so that an eventfd is written even if the card fails and no callback comes."""
+    """A thread that waits for marks, so that an eventfd is written even if the card fails and no callback comes."""
 
-    def __init__(self, make_event: Callable[[], Any], ordinal: int, runtime: Any) -> None:
-        self._make_event, self._ordinal, self._runtime = make_event, ordinal, runtime
-        self._events: queue.SimpleQueue[tuple[Any, int] | None] = queue.SimpleQueue()
+    def __init__(self, begin: Work) -> None:
+        self._begin = begin
+        self._marks: queue.SimpleQueue[tuple[Mark, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvpool-cuda-wait", daemon=True)
         self._thread.start()
 
-    def notify(self, stream: Any, descriptor: int) -> None:
-        event = self._make_event()
-        event.record(stream)
-        self._events.put((event, descriptor))
+    def notify(self, mark: Mark, descriptor: int) -> None:
+        self._marks.put((mark, descriptor))
 
     def _run(self) -> None:
-        self._runtime.setDevice(self._ordinal)
-        while (entry := self._events.get()) is not None:
-            event, descriptor = entry
-            with contextlib.suppress(self._runtime.CUDARuntimeError):  # `CudaDevice.synchronize` raises it again
-                event.synchronize()
+        self._begin()
+        while (entry := self._marks.get()) is not None:
+            mark, descriptor = entry
+            with contextlib.suppress(RuntimeError):  # whoever waits for the mark itself hears of it
+                mark()
             os.eventfd_write(descriptor, 1)
 
     def close(self) -> None:
-        self._events.put(None)
+        self._marks.put(None)
         self._thread.join()

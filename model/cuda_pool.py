@@ -9,7 +9,7 @@ import numpy as np
 from ..cuda_kernels import block_copy
 from ..cuda_kernels.kv_formats import KV_FORMATS
 from ..cuda_kernels.layout import AttentionShape
-from .cuda_device import Bytes, CudaDevice
+from .cuda_device import Bytes, CudaDevice, Mark
 from .cuda_program import PoolView
 from .cuda_staging import Mirror
 
@@ -29,7 +29,8 @@ class CudaPool:
         self._batch = max(1, TRANSFER_BYTES // self.block_bytes)  # blocks moved at a time
         size = self._batch * self.block_bytes
         self._transfer = device.allocate(size, "room to move blocks", "lower block_size")
-        self._host = device.staging(size)
+        self._host = [device.staging(size), device.staging(size)]  # one is filled or emptied while the other travels
+        self._marks: list[Mark] = [_reached, _reached]  # when a copy may be used again
         self._ids = Mirror(device, dict.fromkeys(("from", "to"), (self._batch, np.int32)), "room to move blocks")
         self.transfer_bytes = size + self._ids.size
         self._parts: list[int] = []
@@ -48,31 +49,48 @@ class CudaPool:
         )
 
     def copy(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Blocks within the pool; what is launched later finds them there."""
         for start in range(0, len(source), self._batch):
             chunk = slice(start, start + self._batch)
+            self._turn()
             self._move(source[chunk], destination[chunk], from_pool=True, to_pool=True)
-        self._device.synchronize()
+            self._marks[0] = self._device.mark()
 
     def read(self, blocks: Sequence[int]) -> Bytes:
+        """(len(blocks), block_bytes); the next blocks travel while these are taken from the staging memory."""
         out = np.empty((len(blocks), self.block_bytes), np.uint8)
+        arriving: list[tuple[Bytes, Bytes, Mark]] = []
         for start in range(0, len(blocks), self._batch):
             some = blocks[start : start + self._batch]
+            host = self._turn()[: len(some) * self.block_bytes]
             self._move(some, range(len(some)), from_pool=True, to_pool=False)
-            host = self._host[: len(some) * self.block_bytes]
             self._device.download(host, self._transfer)
-            self._device.synchronize()
-            out[start : start + len(some)] = host.reshape(len(some), -1)
+            self._marks[0] = self._device.mark()
+            arriving.append((out[start : start + len(some)], host, self._marks[0]))
+            if len(arriving) > 1:
+                _take(*arriving.pop(0))
+        for each in arriving:
+            _take(*each)
         return out
 
     def write(self, blocks: Sequence[int], data: Bytes) -> None:
+        """The inverse of `read`; returns when the last blocks are on their way, and later launches find them there."""
         rows = np.ascontiguousarray(data, np.uint8).reshape(len(blocks), self.block_bytes)
         for start in range(0, len(blocks), self._batch):
             some = blocks[start : start + self._batch]
-            host = self._host[: len(some) * self.block_bytes]
+            host = self._turn()[: len(some) * self.block_bytes]
             host[:] = rows[start : start + len(some)].reshape(-1)
             self._device.upload(self._transfer, host)
             self._move(range(len(some)), some, from_pool=False, to_pool=True)
-            self._device.synchronize()
+            self._marks[0] = self._device.mark()
+
+    def _turn(self) -> Bytes:
+        """The staging memory that was used longest ago, once it is free; with it goes that of the block ids."""
+        self._host.reverse()
+        self._marks.reverse()
+        self._ids.turn()
+        self._marks[0]()
+        return self._host[0]
 
     def _move(self, source: Sequence[int], destination: Sequence[int], *, from_pool: bool, to_pool: bool) -> None:
         if not source:
@@ -91,3 +109,12 @@ class CudaPool:
             ids = self._ids.address("from"), self._ids.address("to")
             arguments = begin[0], end[0], *ids, *begin[1:], *end[1:], words
             self._device.launch(block_copy.copy_blocks(), grid, arguments)
+
+
+def _reached() -> None:
+    """The mark of staging memory that was never used."""
+
+
+def _take(out: Bytes, host: Bytes, mark: Mark) -> None:
+    mark()
+    out[:] = host.reshape(out.shape)

@@ -17,7 +17,8 @@ _MERGED_GAP = 64 << 10  # bytes: copying so much in vain costs less than another
 class Mirror:
     """Named arrays of fixed capacity, at the same offsets in page-locked memory and on the card.
 
-    `fields` maps a name to (capacity, dtype). Nothing is allocated after construction.
+    The host has them twice, the card once: `turn` goes to the other copy, so that one is filled (or read) while the
+    card may still be at the other. `fields` maps a name to (capacity, dtype). Nothing is allocated after construction.
     """
 
     def __init__(self, device: CudaDevice, fields: Mapping[str, tuple[int, DTypeLike]], purpose: str) -> None:
@@ -28,9 +29,15 @@ class Mirror:
             for name, (capacity, dtype) in fields.items()
         }
         self.size = layout.size
-        self._host = device.staging(layout.size)
+        self._copies = [device.staging(layout.size), device.staging(layout.size)]
+        self._host = self._copies[0]
         self._base = device.allocate(layout.size, purpose, "lower max_num_seqs or max_num_batched_tokens")
         self._filled: list[tuple[int, int]] = []
+
+    def turn(self) -> None:
+        """Go to the other copy on the host. What was asked for when it was last in turn must be done."""
+        self._copies.reverse()
+        self._host = self._copies[0]
 
     def address(self, name: str, index: int = 0) -> int:
         """Where element `index` of an array is on the card."""
@@ -69,5 +76,5 @@ class Mirror:
         self._filled.clear()
 
     def download(self) -> None:
-        """Fetch everything; it is there after `synchronize`."""
+        """Fetch everything; it is there once a mark made after this is reached."""
         self._device.download(self._host, self._base)

@@ -146,6 +146,94 @@ def test_captured_decode_steps_give_what_single_launches_give() -> None:
         np.testing.assert_allclose(logprobs, results[0][1], rtol=1e-5)  # the twins' products are NumPy's
 
 
+class Decoder:
+    """Greedy sequences step by step, as the daemon would run them."""
+
+    def __init__(self, backend: Any, blocks: list[list[int]]) -> None:
+        self.backend, self.free = backend, [list(each) for each in blocks]
+        self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.blocks: dict[int, list[int]] = {}
+
+    def begin(self, sequence: int, length: int) -> None:
+        self.tokens[sequence], self.logprobs[sequence] = prompt(50 + sequence, length), []
+        self.blocks[sequence] = self.free.pop()
+
+    def end(self, sequence: int) -> None:
+        self.free.append(self.blocks.pop(sequence))
+
+    def step(self, *sequences: int, **sampling: Any) -> None:
+        """What each lacks, and a token for each."""
+        pieces = []
+        for each in sequences:
+            start = len(self.tokens[each]) - 1 if self.logprobs[each] else 0
+            pieces.append(Piece(self.tokens[each][start:], start, self.blocks[each]))
+        counters = [len(self.logprobs[each]) for each in sequences]
+        options = {"temperature": 0.8, "seeds": list(sequences), "counters": counters, "num_logprobs": 2, **sampling}
+        self.backend.launch(greedy(step_batch(pieces, LIMITS.block_size, **options)))
+        assert select.select([self.backend.fileno()], [], [], 5)[0]
+        result = self.backend.collect()
+        for each, token, logprob in zip(sequences, result.tokens.tolist(), result.logprobs.tolist(), strict=True):
+            self.tokens[each].append(token)
+            self.logprobs[each].append(logprob)
+
+
+def decoded(ahead: bool, script: Any, **options: Any) -> tuple[Any, list[str]]:
+    card = TwinCard(layout.AttentionShape(4, 2, 16, LIMITS.block_size, "float32"), "float32")
+    backend = made(tiny_program(SHAPE), card, dtype="float32", ahead=ahead, **options)
+    decoder = Decoder(backend, [[1, 11, 21, 31], [2, 12, 22, 32], [3, 13, 23, 33]])
+    script(decoder)
+    backend.close()
+    return (decoder.tokens, decoder.logprobs), card.launches
+
+
+def test_a_step_launched_ahead_is_the_step_that_is_asked_for() -> None:
+    def script(decoder: Decoder) -> None:
+        decoder.begin(0, 9)
+        decoder.begin(1, 17)
+        for _ in range(8):  # positions 9 to 15 and 17 to 23: nobody needs another block on the way
+            decoder.step(0, 1)
+
+    plain, few = decoded(False, script)
+    ahead, many = decoded(True, script)
+    assert ahead == plain
+    assert many == few  # everything that was launched ahead was asked for
+
+
+def test_a_step_launched_ahead_in_vain_leaves_no_trace() -> None:
+    def script(decoder: Decoder) -> None:
+        decoder.begin(0, 6)
+        decoder.begin(1, 9)
+        decoder.step(0, 1)
+        decoder.step(0, 1)
+        decoder.step(1)  # one is not scheduled
+        decoder.step(0, 1)
+        decoder.end(1)
+        decoder.begin(2, 5)  # in the blocks to which a step launched ahead still writes
+        decoder.step(0, 2)
+        for _ in range(12):  # over the ends of blocks
+            decoder.step(0, 2)
+        decoder.step(2, 0)  # in another order
+        decoder.step(2, 0, bias=[[(9, 50.0)], []])  # other wishes
+        decoder.backend.copy_blocks([decoder.blocks[2][0]], [39])
+        decoder.blocks[2][0] = 39
+        decoder.step(2, 0)
+
+    plain, few = decoded(False, script)
+    ahead, many = decoded(True, script)
+    assert ahead == plain
+    assert len(many) > len(few)
+
+
+def test_a_row_in_error_does_not_lead_the_next_step_astray() -> None:
+    backend = made(tiny_program(SHAPE), backend_card(), dtype="bfloat16")
+    backend.write_blocks([3], np.full((1, backend.block_bytes), 0xFF, np.uint8))
+    backend.launch(greedy(step_batch([Piece([5], 2, [3])], LIMITS.block_size)))  # reads NaN; a step ahead is queued
+    assert backend.collect().tokens.tolist() == [-1]
+    backend.launch(greedy(step_batch([Piece([5], 0, [4])], LIMITS.block_size)))
+    assert not backend.collect().numeric_errors.any()
+
+
 def test_a_padded_capture_runs_as_machine_code_too() -> None:
     backend = made(tiny_program(SHAPE), backend_card(), dtype="bfloat16")
     for pieces in steps()[:2]:

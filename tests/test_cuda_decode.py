@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.ptx import Counters
-from tests.support.cuda_attention import Batch, make_batch
+from tests.support.cuda_attention import Batch, decode_attention, make_batch
 from tests.support.cuda_rooms import layout, paged_decode, paged_float32, tiles
 from tests.support.cuda_run import launch
 from tests.support.cuda_twins import assert_close, stored, values
@@ -17,34 +16,6 @@ from tests.support.real_card import interpreter_only, kernel_device, on_card
 Array = NDArray[Any]
 Shape = layout.AttentionShape
 SPLIT = layout.SPLIT_TOKENS
-
-
-def attend(
-    batch: Batch, window: int = 0, columns: int = 0, plan: tiles.TilePlan | None = None
-) -> tuple[Array, Counters]:
-    """out (T, num_heads * head_dim), in stored form, by `paged_decode` and `combine`."""
-    shape, device = batch.shape, kernel_device()
-    columns = columns or paged_decode.min_columns(shape)
-    plan = plan or tiles.row_tiles(
-        batch.query_start, batch.seq_lens, paged_decode.rows_per_tile(shape, columns), window
-    )
-    max_splits = int(batch.positions.max()) // SPLIT + 1
-    rows, width = len(batch.positions), shape.num_heads * shape.head_dim
-    out = device.empty((rows, width), np.uint16)
-    parts = device.empty((rows, shape.num_heads, max_splits, shape.head_dim), np.float32)
-    lse = device.empty(parts.shape[:3], np.float32)
-    positions = device.array(batch.positions)
-    inputs = [device.array(each) for each in (batch.qkv, batch.pool, batch.scales, batch.block_tables)]
-    planned = [device.array(each) for each in (plan.tiles, plan.tile_rows)]
-    numbers = batch.block_tables.shape[1], max_splits, window, shape.head_dim**-0.5 * math.log2(math.e)
-    grid = plan.grid_splits, shape.num_kv_heads * paged_decode.head_chunks(shape), len(plan.tiles)
-    element = shape.kv if shape.kv in ("bfloat16", "float16") else "float16"
-    kernel = paged_decode.paged_decode(shape, element, columns)
-    counters = launch(device, kernel, grid, *inputs, positions, *planned, out, parts, lse, *numbers)
-    grid = -(-width // paged_decode.THREADS), rows
-    combine = paged_decode.combine(shape, element)
-    counters += launch(device, combine, grid, positions, parts, lse, out, max_splits, window)
-    return device.read(out), counters
 
 
 def edges(block_size: int) -> list[int]:
@@ -71,13 +42,13 @@ def edges(block_size: int) -> list[int]:
 def test_equals_the_twin(shape: Shape, window: int) -> None:
     """17 sequences: the edges of blocks and splits, and lengths of no meaning."""
     batch = make_batch(shape, [*edges(shape.block_size), 2, 7, 16, 17, 31, 33, 100, 200, 300], seed=window)
-    out, _ = attend(batch, window)
+    out, _ = decode_attention(batch, window)
     element = shape.kv if shape.kv in ("bfloat16", "float16") else "float16"
     assert_close(values(out, element), batch.expected(window), shape.kv)
 
 
 def test_windows_read_nothing_before_their_first_token() -> None:
-    shape = Shape(4, 1, 64, 16, "bfloat16")
+    shape = Shape(4, 2, 64, 16, "bfloat16")
     for window in (1, 15, 16, 17, SPLIT, SPLIT + 1):
         batch = make_batch(shape, [1, window, window + 1, 2 * SPLIT + 3, SPLIT])
         batch.pool = batch.pool.copy()
@@ -86,7 +57,7 @@ def test_windows_read_nothing_before_their_first_token() -> None:
                 block = batch.block_tables[s, token // 16]
                 batch.pool[block, :, :, token % 16] = stored(np.array(np.nan), "bfloat16")
             batch.block_tables[s, : max(0, int(length) - window) // 16] = -(2**30)
-        out, _ = attend(batch, window)
+        out, _ = decode_attention(batch, window)
         assert_close(values(out, "bfloat16"), batch.expected(window), "bfloat16")
 
 
@@ -94,9 +65,9 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_a_prompt_and_in_wide_tiles(
     shape = Shape(4, 2, 64, 16, "bfloat16")
     lens, counts = [SPLIT + 40, 30, 2 * SPLIT + 9], [41, 30, 9]
     batch = make_batch(shape, lens, counts)
-    whole, _ = attend(batch)
+    whole, _ = decode_attention(batch)
     assert_close(values(whole, "bfloat16"), batch.expected(), "bfloat16")
-    wide, _ = attend(batch, columns=2)
+    wide, _ = decode_attention(batch, columns=2)
     np.testing.assert_array_equal(wide, whole)
     for row in (0, 40, 41, 70, 71, 79):
         s = int(batch.sequences[row])
@@ -111,7 +82,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_a_prompt_and_in_wide_tiles(
             np.array([0, 1], np.int32),
             batch.positions[row : row + 1] + 1,
         )
-        np.testing.assert_array_equal(attend(alone)[0][0], whole[row])
+        np.testing.assert_array_equal(decode_attention(alone)[0][0], whole[row])
 
 
 def test_a_shared_prefix_is_read_once_and_changes_no_bit() -> None:
@@ -119,10 +90,10 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit() -> None:
     shared = SPLIT + 64
     lens = [shared + extra for extra in (1, 20, 3, SPLIT, 40)] + [shared - 20]
     batch = make_batch(shape, lens, shared=shared // 16 * 16 - 64)
-    apart, apart_counters = attend(batch)
+    apart, apart_counters = decode_attention(batch)
     plan = tiles.row_tiles(batch.query_start, batch.seq_lens, paged_decode.rows_per_tile(shape, 1))
     cascade = tiles.shared_prefix_tiles(plan, [([4, 0, 1, 2, 3], SPLIT)])
-    together, counters = attend(batch, plan=cascade)
+    together, counters = decode_attention(batch, plan=cascade)
     np.testing.assert_array_equal(together, apart)
     if on_card():
         return
@@ -134,7 +105,7 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit() -> None:
 def test_moves_hardly_more_than_keys_values_queries_outputs_and_parts() -> None:
     shape = Shape(4, 2, 64, 16, "bfloat16")
     batch = make_batch(shape, [4 * SPLIT, 2 * SPLIT, 3 * SPLIT])
-    _, counters = attend(batch)
+    _, counters = decode_attention(batch)
     tokens, splits, rows = 9 * SPLIT, 9, 3
     width = shape.num_heads * shape.head_dim
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim * 2

@@ -72,7 +72,7 @@ KERNELS: dict[str, Build] = {
     "quantised_matmul int8": quantised("int8", "bfloat16", 1),
     "quantised_matmul int4": quantised("int4", "bfloat16", 1),
     "quantised_matmul int8 64": quantised("int8", "bfloat16", 8),
-    "quantised_matmul int4 64": quantised("int4", "float16", 8),
+    "quantised_matmul int4 64": quantised("int4", "bfloat16", 8),
     "paged_decode 64": decode(Shape(4, 2, 64, 16, "bfloat16"), 1),
     "paged_decode 80": decode(Shape(7, 1, 80, 8, "float16"), 1),
     "paged_decode 128": decode(Shape(32, 8, 128, 16, "bfloat16"), 1),
@@ -97,12 +97,12 @@ SLOW = {
     "skinny_matmul 16",
     "skinny_matmul 32",
     "quantised_matmul int8 64",
-    "paged_decode 64",
     "paged_decode 80",
+    "paged_decode 128",
     "8-bit paged_decode int8",
-    "paged_prefill 64",
     "paged_prefill 80",
     "paged_prefill 96",
+    "paged_prefill 128",
 }
 
 

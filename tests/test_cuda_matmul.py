@@ -40,9 +40,13 @@ def numbers(element: str, rows: int, outputs: int, width: int, seed: int = 0) ->
     return stored(random.normal(0, 1, (rows, width)), element), stored(random.normal(0, 1, (outputs, width)), element)
 
 
-@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
+SIZES = [(1, 16, 64), (1, 37, 1032), (9, 40, 576), (17, 33, 200), (64, 50, 1100), (67, 7, 8)]
+FLOAT16 = [pytest.param("float16", *size, marks=pytest.mark.slow if size[0] != 9 else ()) for size in SIZES]
+
+
 @pytest.mark.parametrize(
-    ("rows", "outputs", "width"), [(1, 16, 64), (1, 37, 1032), (9, 40, 576), (17, 33, 200), (64, 50, 1100), (67, 7, 8)]
+    ("element", "rows", "outputs", "width"),
+    [(each, *size) for each in ("float32", "bfloat16") for size in SIZES] + FLOAT16,
 )
 def test_equals_the_product(element: str, rows: int, outputs: int, width: int) -> None:
     if width % 8 and element != "float32":
@@ -63,7 +67,7 @@ def test_bias_and_residual(element: str) -> None:
     assert_close(multiply(element, x, weight, bias, residual)[0], product + bias + residual, "float32")
 
 
-@pytest.mark.parametrize("element", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("element", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_in_any_company(element: str) -> None:
     x, weight = numbers(element, 64, 24, 1160)
     alone = np.concatenate([multiply(element, x[row : row + 1], weight)[0] for row in (0, 5, 63)])

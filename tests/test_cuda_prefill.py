@@ -1,34 +1,18 @@
 """Prefill attention, through the PTX interpreter: right over cached prefixes, windows and ragged batches."""
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.ptx import Counters
-from tests.support.cuda_attention import Batch, make_batch
-from tests.support.cuda_rooms import layout, paged_prefill, tiles
-from tests.support.cuda_run import launch
+from tests.support.cuda_attention import Batch, make_batch, prefill_attention
+from tests.support.cuda_rooms import layout
 from tests.support.cuda_twins import assert_close, values
-from tests.support.real_card import interpreter_only, kernel_device
+from tests.support.real_card import interpreter_only
 
 Array = NDArray[Any]
 Shape = layout.AttentionShape
-
-
-def attend(batch: Batch, window: int = 0) -> tuple[Array, Counters]:
-    """out (T, num_heads * head_dim), in stored form."""
-    shape, device = batch.shape, kernel_device()
-    plan = tiles.row_tiles(batch.query_start, batch.seq_lens, paged_prefill.rows_per_tile(shape), window)
-    out = device.empty((len(batch.positions), shape.num_heads * shape.head_dim), np.uint16)
-    given = batch.qkv, batch.pool, batch.block_tables, batch.positions, plan.tiles, plan.tile_rows
-    inputs = [device.array(each) for each in given]
-    grid = len(plan.tiles), shape.num_kv_heads * paged_prefill.head_chunks(shape)
-    numbers = batch.block_tables.shape[1], window, shape.head_dim**-0.5 * math.log2(math.e)
-    counters = launch(device, paged_prefill.paged_prefill(shape, shape.kv), grid, *inputs, out, *numbers)
-    return device.read(out), counters
 
 
 @pytest.mark.parametrize(
@@ -47,7 +31,7 @@ def test_equals_the_twin_for_a_ragged_batch(shape: Shape, window: int) -> None:
     lens = [1, size, size + 1, 70, 150, 200, 65]
     counts = [1, size, 1, 70, 33, 3, 64]
     batch = make_batch(shape, lens, counts, shared=0, seed=window)
-    out, counters = attend(batch, window)
+    out, counters = prefill_attention(batch, window)
     assert_close(values(out, shape.kv), batch.expected(window), shape.kv)
     assert counters.max_bank_ways <= 2
 
@@ -55,7 +39,7 @@ def test_equals_the_twin_for_a_ragged_batch(shape: Shape, window: int) -> None:
 def test_a_row_has_the_same_bits_whole_in_chunks_and_after_a_cached_prefix() -> None:
     shape = Shape(4, 2, 64, 16, "bfloat16")
     batch = make_batch(shape, [150], [150])
-    whole, _ = attend(batch)
+    whole, _ = prefill_attention(batch)
     for start, stop in ((0, 40), (40, 41), (41, 150), (149, 150)):
         chunk = Batch(
             shape,
@@ -68,13 +52,13 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_after_a_cached_prefix() -> 
             np.array([0, stop - start], np.int32),
             np.array([stop], np.int32),
         )
-        np.testing.assert_array_equal(attend(chunk)[0], whole[start:stop])
+        np.testing.assert_array_equal(prefill_attention(chunk)[0], whole[start:stop])
 
 
 @interpreter_only
 def test_matrices_leave_shared_memory_without_conflicts_and_serve_many_multiplications() -> None:
     shape = Shape(4, 2, 64, 16, "bfloat16")
-    _, counters = attend(make_batch(shape, [256], [256]))
+    _, counters = prefill_attention(make_batch(shape, [256], [256]))
     matrices = [line for line in counters.select("shared", "load") if line.opcode.startswith("ldmatrix")]
     products = sum(line.warps for line in counters.lines if line.opcode.startswith("mma"))
     assert all(line.max_ways == 1 for line in matrices)

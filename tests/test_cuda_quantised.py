@@ -60,9 +60,18 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
     assert weight_formats.from_gguf("Q6_K", blocks) is None
 
 
+SIZES = [(1, 16, 64), (9, 40, 1056), (64, 33, 608)]
+
+
 @pytest.mark.parametrize("name", weight_formats.NAMES)
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 16, 64), (9, 40, 1056), (64, 33, 608)])
-@pytest.mark.parametrize("element", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("element", "rows", "outputs", "width"),
+    [
+        *[("bfloat16", *size) for size in SIZES],
+        ("float16", *SIZES[0]),
+        *[pytest.param("float16", *size, marks=pytest.mark.slow) for size in SIZES[1:]],
+    ],
+)
 def test_products_equal_those_of_the_codes_values(name: str, element: str, rows: int, outputs: int, width: int) -> None:
     quantised = weight_formats.quantise(matrix(outputs, width), name)
     x = stored(fresh(1).normal(0, 1, (rows, width)), element)
@@ -75,7 +84,7 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     quantised = weight_formats.quantise(matrix(24, 1184), name)
     x = stored(fresh(2).normal(0, 1, (64, 1184)), "bfloat16")
     alone = multiply(name, "bfloat16", x[5:6], quantised)[0]
-    for rows in (8, 16, 32, 64):
+    for rows in (8, 16, 64):
         np.testing.assert_array_equal(multiply(name, "bfloat16", x[5 : 5 + rows], quantised)[0], alone)
 
 

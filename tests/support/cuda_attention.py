@@ -1,17 +1,20 @@
-"""Ragged batches over a paged pool for the attention kernels, with the traps that a real pool has."""
+"""Attention over a paged pool: ragged batches with the traps that a real pool has, and the launches of the kernels."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.ptx import Counters
 from tests.support import cuda_twins
-from tests.support.cuda_rooms import layout
+from tests.support.cuda_rooms import layout, paged_decode, paged_prefill, tiles
+from tests.support.cuda_run import launch
 from tests.support.cuda_twins import stored, values
-from tests.support.real_card import fresh
+from tests.support.real_card import fresh, kernel_device
 
 Array = NDArray[Any]
 
@@ -89,3 +92,44 @@ def make_batch(
         query_start,
         np.array(lens, np.int32),
     )
+
+
+def decode_attention(
+    batch: Batch, window: int = 0, columns: int = 0, plan: tiles.TilePlan | None = None
+) -> tuple[Array, Counters]:
+    """out (T, num_heads * head_dim), in stored form, by `paged_decode` and `combine`."""
+    shape, device = batch.shape, kernel_device()
+    columns = columns or paged_decode.min_columns(shape)
+    plan = plan or tiles.row_tiles(
+        batch.query_start, batch.seq_lens, paged_decode.rows_per_tile(shape, columns), window
+    )
+    max_splits = int(batch.positions.max()) // layout.SPLIT_TOKENS + 1
+    rows, width = len(batch.positions), shape.num_heads * shape.head_dim
+    out = device.empty((rows, width), np.uint16)
+    parts = device.empty((rows, shape.num_heads, max_splits, shape.head_dim), np.float32)
+    lse = device.empty(parts.shape[:3], np.float32)
+    positions = device.array(batch.positions)
+    inputs = [device.array(each) for each in (batch.qkv, batch.pool, batch.scales, batch.block_tables)]
+    planned = [device.array(each) for each in (plan.tiles, plan.tile_rows)]
+    numbers = batch.block_tables.shape[1], max_splits, window, shape.head_dim**-0.5 * math.log2(math.e)
+    grid = plan.grid_splits, shape.num_kv_heads * paged_decode.head_chunks(shape), len(plan.tiles)
+    element = shape.kv if shape.kv in ("bfloat16", "float16") else "float16"
+    kernel = paged_decode.paged_decode(shape, element, columns)
+    counters = launch(device, kernel, grid, *inputs, positions, *planned, out, parts, lse, *numbers)
+    grid = -(-width // paged_decode.THREADS), rows
+    combine = paged_decode.combine(shape, element)
+    counters += launch(device, combine, grid, positions, parts, lse, out, max_splits, window)
+    return device.read(out), counters
+
+
+def prefill_attention(batch: Batch, window: int = 0) -> tuple[Array, Counters]:
+    """out (T, num_heads * head_dim), in stored form."""
+    shape, device = batch.shape, kernel_device()
+    plan = tiles.row_tiles(batch.query_start, batch.seq_lens, paged_prefill.rows_per_tile(shape), window)
+    out = device.empty((len(batch.positions), shape.num_heads * shape.head_dim), np.uint16)
+    given = batch.qkv, batch.pool, batch.block_tables, batch.positions, plan.tiles, plan.tile_rows
+    inputs = [device.array(each) for each in given]
+    grid = len(plan.tiles), shape.num_kv_heads * paged_prefill.head_chunks(shape)
+    numbers = batch.block_tables.shape[1], window, shape.head_dim**-0.5 * math.log2(math.e)
+    counters = launch(device, paged_prefill.paged_prefill(shape, shape.kv), grid, *inputs, out, *numbers)
+    return device.read(out), counters
