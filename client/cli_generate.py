@@ -12,7 +12,7 @@ from typing import Any
 
 from . import cli_sampling
 from .client import Client
-from .errors import InvalidArgument
+from .errors import InvalidArgument, KVPoolError
 from .figures import show_duration
 from .messages import MAX_PROMPT_BYTES
 from .results import Output, Result
@@ -82,11 +82,16 @@ def _text(given: str | None) -> str:
 def write_stream(stream: Stream, started: float) -> float | None:
     """Print the texts of a stream as they come; seconds until the first token."""
     first_s = None
-    for event in stream:
-        if first_s is None:
-            first_s = time.monotonic() - started
-        sys.stdout.write(_shown(event.text))
-        sys.stdout.flush()
+    try:
+        for event in stream:
+            if first_s is None:
+                first_s = time.monotonic() - started
+            sys.stdout.write(_shown(event.text))
+            sys.stdout.flush()
+    except KVPoolError:
+        if first_s is not None:
+            print(flush=True)  # what is said of the error gets a line of its own
+        raise
     sys.stdout.write("\n")
     return first_s
 

@@ -328,7 +328,8 @@ def _kept_headers(error: web.HTTPException) -> dict[str, str]:
 
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=_dumps(value), status=status, headers=headers, content_type="application/json")
+    body = _dumps(value) + b"\n"  # for people with curl
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 def _dumps(value: dict[str, Any]) -> bytes:
