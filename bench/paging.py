@@ -1,11 +1,12 @@
 """What paging is worth: kvpool's scheduler with blocks on demand, against the same scheduler reserving memory.
 
     python -m bench.paging [--trace lengths.csv] [--requests 1000] [--pool-gib 8] [--png paging.png]
-    python -m bench.paging --model smollm2-135m [--trace lengths.csv] [--scale 8] [--requests 60]
+    python -m bench.paging --model smollm2-135m [--trace lengths.csv] [--scale 16] [--requests 40]
 
 The real pool and scheduler make every decision. What carries out the steps is a cost model of a large GPU (a discrete
-simulation, in seconds) or, with `--model`, that model on this machine's CPU, with all lengths divided by `--scale` and
-a pool that holds `--pool-sequences` sequences of max_model_len. Each policy has the same pool and the same requests.
+simulation, in seconds) or, with `--model`, that model on one core of this machine, with all lengths divided by `--scale`
+and a pool that holds `--pool-sequences` sequences of max_model_len; seconds are CPU time then, so other work does not
+count. Each policy has the same pool and the same requests.
 
 First all requests come at once, and until the queue is empty memory, concurrency and throughput are measured. Then they
 come at 80 % of the rate that `on-demand` sustained: that shows latency, from arrival to the last token.
@@ -175,9 +176,9 @@ def plot(saturated: list[Run], paced: list[Run], title: str, path: Path) -> None
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.paging", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--trace", type=Path, action="append", default=[], help="CSV of lengths; may be repeated")
-    parser.add_argument("--requests", type=int, help="rows of each trace, drawn at random (1000; 60 with --model)")
+    parser.add_argument("--requests", type=int, help="rows of each trace, drawn at random (1000; 40 with --model)")
     parser.add_argument("--model", help="run this pulled model, directory or .gguf file, instead of simulating")
-    parser.add_argument("--scale", type=int, default=8, help="with --model: all lengths are divided by this")
+    parser.add_argument("--scale", type=int, default=16, help="with --model: all lengths are divided by this")
     parser.add_argument("--pool-sequences", type=int, default=4, help="with --model: the pool's size")
     parser.add_argument("--pool-gib", type=float, default=8.0, help="the pool's size in the simulation")
     parser.add_argument("--block-size", type=int, default=16)
@@ -188,7 +189,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="write a plot; with several traces the trace's name is appended")
     options = parser.parse_args(arguments)
     options.scale = options.scale if options.model else 1
-    options.requests = options.requests or (60 if options.model else 1000)
+    options.requests = options.requests or (40 if options.model else 1000)
     options.max_model_len = (options.max_model_len or (8192 if options.trace else 2048)) // options.scale
     options.max_num_seqs = options.max_num_seqs or (64 if options.model else 512)
     options.max_num_batched_tokens = options.max_num_batched_tokens or (256 if options.model else 2048)
@@ -209,7 +210,7 @@ def machine_of(options: argparse.Namespace) -> Iterator[Machine]:
         options.block_size, options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len
     )
     num_blocks = options.pool_sequences * options.max_model_len // options.block_size
-    with cpu_backend(model, step, num_blocks) as backend:
+    with cpu_backend(model, step, num_blocks, threads=1) as backend:
         yield Machine(RealCpu(backend, step, model.config.vocab_size), num_blocks, options.block_size, limits)
 
 

@@ -23,9 +23,9 @@ UID = 1000
 
 
 @contextmanager
-def cpu_backend(model: LoadedModel, limits: BackendLimits, num_blocks: int) -> Iterator[CpuBackend]:
-    """The back end as the daemon would choose it, its kernels compiled and its pool allocated."""
-    backend = CpuBackend(model.program, model.checkpoint, limits)
+def cpu_backend(model: LoadedModel, limits: BackendLimits, num_blocks: int, threads: int = 0) -> Iterator[CpuBackend]:
+    """The back end as the daemon would choose it (0 threads: all cores), its kernels compiled, its pool allocated."""
+    backend = CpuBackend(model.program, model.checkpoint, limits, threads=threads)
     try:
         backend.allocate_pool(num_blocks)
         yield backend
