@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Setuptools warns of folders named like the package, of which there are none here.
 PIP    := PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow lint format bench model clean help
+.PHONY: demo test test-slow test-optimised lint format bench model clean help
 
 help:
 	@echo "make demo      install, fetch a small real model, start the daemon, watch three clients stream"
@@ -33,6 +33,9 @@ test: model
 
 test-slow: model
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+test-optimised: model  # asserts of the tests count all the same: pytest rewrites them; nothing else may depend on one
+	PYTHONOPTIMIZE=1 $(BIN)/python -O -m pytest -q -n 2 -m 'not slow' -W 'ignore:assertions not in test modules' $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,6 +1,10 @@
-"""Put the repository root on sys.path, so that tests share helpers as `tests.support`."""
+"""Put the repository root on sys.path, so that tests share helpers as `tests.support`, whose asserts are tests too: also
+where Python is told to leave asserts out."""
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+pytest.register_assert_rewrite("tests.support", "tests.ptx")

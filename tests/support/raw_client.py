@@ -71,7 +71,8 @@ class RawClient:
     def open(self) -> Welcome:
         """Hello, and the lifeline that proves us alive."""
         welcome = self.hello()
-        assert self.tie(welcome.lifeline_token) is FrameKind.ATTACHED
+        if (answer := self.tie(welcome.lifeline_token)) is not FrameKind.ATTACHED:
+            raise AssertionError(f"the daemon answers the token with {answer}")
         return welcome
 
     def tie(self, token: bytes) -> FrameKind | None:
