@@ -4,7 +4,7 @@
     python -m bench.paging --model smollm2-135m [--trace lengths.csv] [--scale 16] [--requests 40]
 
 The real pool and scheduler make every decision. What carries out the steps is a cost model of a large GPU (a discrete
-simulation, in seconds) or, with `--model`, that model on one core of this machine, with all lengths divided by `--scale`
+simulation, in seconds) or, with `--model`, that model on one core of this machine, with lengths divided by `--scale`
 and a pool that holds `--pool-sequences` sequences of max_model_len; seconds are CPU time then, so other work does not
 count. Each policy has the same pool and the same requests.
 

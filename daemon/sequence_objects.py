@@ -37,6 +37,12 @@ log = logging.getLogger(__name__)
 MAX_SEQUENCES = 4096
 """Sequences that one user may hold by name where max_sequences is auto: each costs memory, idle or not."""
 
+MAX_TOKENS = 4_000_000
+"""Tokens of all sequences that one user holds by name: some 40 bytes each, also where no block has them."""
+
+MAX_SHARED_WITH = 1000
+"""Users, and groups, that one sequence may be shared with."""
+
 BUSY_RETRY_MS = 100
 
 
@@ -54,6 +60,7 @@ class SequenceObject:
     created_at: float = 0.0
     request: Request | None = None  # of its answer, the last one or that which is being generated
     being_saved: bool = False
+    counted_tokens: int = 0  # of those that its user holds
     journal_key: int = 0  # 0: no journal has it
     truncations: int = 0  # with another number, a token that was computed may be another one
     shared_uids: set[int] = field(default_factory=set)
@@ -85,6 +92,7 @@ class SequenceObjects:
         self._timers = timers
         self._objects: dict[tuple[int, str], SequenceObject] = {}  # by uid and name
         self._counts: Counter[int] = Counter()  # by uid
+        self._tokens: Counter[int] = Counter()  # by uid, those of answers as of the next change
         engine.on_kept = self._answered
 
     def __iter__(self) -> Iterator[SequenceObject]:
@@ -134,12 +142,23 @@ class SequenceObjects:
         """Give a sequence that is alive its name, which `check_name` has passed."""
         self._objects[made.uid, made.name] = made
         self._counts[made.uid] += 1
+        self._count_tokens(made, made.sequence.num_tokens)
         return made
+
+    def _check_tokens(self, uid: int, more: int) -> None:
+        """Raises QuotaExceeded if the user would hold too many."""
+        if self._tokens[uid] + more > MAX_TOKENS:
+            raise QuotaExceeded(f"uid {uid} would hold more than {MAX_TOKENS} tokens; close sequences", field="prompt")
+
+    def _count_tokens(self, found: SequenceObject, num_tokens: int) -> None:
+        self._tokens[found.uid] += num_tokens - found.counted_tokens
+        found.counted_tokens = num_tokens
 
     def open(self, name: str, session: Session, token_ids: list[int], *, keep: bool, linger_s: float) -> SequenceObject:
         """A new sequence. Its tokens are computed when it is first used."""
         uid = session.peer.uid
         self.check_name(uid, name)
+        self._check_tokens(uid, len(token_ids))
         self._scheduler.check_admission(uid, len(token_ids), 0)
         sequence = Sequence(uid=uid, token_ids=token_ids, max_tokens=0, keep=True)
         self._scheduler.add(sequence, idle=True)
@@ -150,6 +169,7 @@ class SequenceObjects:
         uid = session.peer.uid
         self.check_name(uid, name)
         token_ids: list[int] = image.token_ids.tolist()
+        self._check_tokens(uid, len(token_ids))
         self._scheduler.check_admission(uid, len(token_ids), 0)
         sequence = Sequence(uid=uid, token_ids=token_ids, max_tokens=0, keep=True)
         blocks = self._scheduler.add_restored(sequence, image.num_computed_tokens)
@@ -161,6 +181,7 @@ class SequenceObjects:
         uid = session.peer.uid
         self.check_name(uid, name, "new_sequence_id")
         length = self._length(parent, at, "at")
+        self._check_tokens(uid, length)
         self._scheduler.check_admission(uid, length, 0)
         sequence = self._scheduler.fork(parent.sequence, length, uid=uid)
         sequence.keep, sequence.max_tokens, sequence.priority = True, 0, 0
@@ -172,13 +193,16 @@ class SequenceObjects:
     def append(self, found: SequenceObject, token_ids: list[int]) -> None:
         found.require_idle()
         self._scheduler.check_possible(found.uid, found.sequence.num_tokens + len(token_ids), 0)
+        self._check_tokens(found.uid, len(token_ids))
         self._note(found, token_ids)
         self._scheduler.append(found.sequence, token_ids)
+        self._count_tokens(found, found.sequence.num_tokens)
 
     def truncate(self, found: SequenceObject, num_tokens: int) -> None:
         found.require_idle()
         self._scheduler.truncate(found.sequence, self._length(found, num_tokens, "num_tokens"))
         found.truncations += 1
+        self._count_tokens(found, num_tokens)
         self._note(found)
 
     def generate(self, found: SequenceObject, request: Request) -> None:
@@ -193,6 +217,8 @@ class SequenceObjects:
     def share(self, found: SequenceObject, uid: int | None, gid: int | None) -> None:
         if (uid is None) == (gid is None):
             raise InvalidArgument("give exactly one of uid and gid", field="uid")
+        if len(found.shared_uids) + len(found.shared_gids) >= MAX_SHARED_WITH:
+            raise QuotaExceeded(f"is shared with {MAX_SHARED_WITH} users and groups; share with a group", field="uid")
         if uid is not None:
             found.shared_uids.add(uid)
         if gid is not None:
@@ -213,6 +239,7 @@ class SequenceObjects:
             return
         del self._objects[found.uid, found.name]
         self._counts[found.uid] -= 1
+        self._count_tokens(found, 0)
         self._end(found)
 
     def _end(self, found: SequenceObject) -> None:
@@ -289,6 +316,11 @@ class SequenceObjects:
 
     def check_invariants(self) -> None:
         """Raise RuntimeError if a sequence of the pool belongs to no name and no request, or a name to no sequence."""
+        held: Counter[int] = Counter()
+        for found in self:
+            held[found.uid] += found.counted_tokens
+        if held != self._tokens:
+            raise RuntimeError(f"the named sequences have {held} tokens by uid, counted are {self._tokens}")
         named = {found.sequence.sequence_id for found in self}
         alive = self._scheduler.roster.sequences.keys()
         if not named <= alive:

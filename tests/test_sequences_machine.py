@@ -352,6 +352,7 @@ class SequencesMachine(RuleBasedStateMachine):
         self.clients.settle(session)
         self.known = {key: known for key, known in self.known.items() if known.holder != who}
         self.clients.check_invariants()
+        self._turn()
         while self.harness.scheduler.has_work or self.harness.engine.in_flight:
             self._turn()
         self.received.pop(who, None)
