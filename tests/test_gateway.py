@@ -20,9 +20,9 @@ from openai import BadRequestError, OpenAI
 
 from kvpool.client import Client, cli
 from kvpool.client.gateway_answers import LOWEST_LOGPROB, Form, Token
-from kvpool.client.protocol import Submit
+from kvpool.client.protocol import Call, Reply, Submit
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
-from tests.support.fake_daemon import FakeDaemon, Peer, count_up, refuse, silent, trickle
+from tests.support.fake_daemon import FakeDaemon, Peer, refuse, silent, trickle
 from tests.support.gateway_process import GatewayProcess, events
 
 MODEL = "model"  # the tiny model's folder
@@ -332,30 +332,36 @@ def path() -> Iterator[Path]:
         ("shutting_down", 503), ("deadline", 504),
     ],
 )  # fmt: skip
-def test_codes_are_statuses(refusing: dict[str, GatewayProcess], code: str, status: int) -> None:
+def test_codes_are_statuses(refusing: GatewayProcess, code: str, status: int) -> None:
     for stream in (False, True):
         asked = {"prompt": code, "stream": stream}
-        assert refusing["any"].ask("/v1/completions", asked)[0] == status
+        assert refusing.ask("/v1/completions", asked)[0] == status
 
 
 @pytest.fixture(scope="module")
-def refusing() -> Iterator[dict[str, GatewayProcess]]:
-    """In front of a daemon that refuses a prompt with the code that it names."""
+def refusing() -> Iterator[GatewayProcess]:
+    """In front of a daemon that is not well, and refuses a prompt with the code that it names."""
 
     def script(peer: Peer, message: Any) -> None:
         if isinstance(message, Submit):
             refuse(str(message.prompt), retry_after_ms=1234)(peer, message)
+        elif isinstance(message, Call):
+            peer.send(Reply(peer.epoch, message.call_id, {"healthy": False, "health_reason": "stuck"}))
 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kvpool.sock"
         with FakeDaemon(path, script), GatewayProcess(str(path)) as process:
-            yield {"any": process}
+            yield process
 
 
-def test_busy_says_when_to_try_again(refusing: dict[str, GatewayProcess]) -> None:
-    status, answer, headers = refusing["any"].ask("/v1/completions", {"prompt": "busy"})
+def test_busy_says_when_to_try_again(refusing: GatewayProcess) -> None:
+    status, answer, headers = refusing.ask("/v1/completions", {"prompt": "busy"})
     assert (status, headers["Retry-After"], headers["retry-after-ms"]) == (429, "2", "1234")
     assert (answer["error"]["type"], answer["error"]["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+
+
+def test_health_is_the_daemons(refusing: GatewayProcess) -> None:
+    assert refusing.ask("/health")[:2] == (503, {"status": "unhealthy", "reason": "stuck"})
 
 
 def test_a_daemon_that_comes_goes_and_comes_back(path: Path) -> None:
@@ -383,16 +389,6 @@ def test_sigterm_lets_answers_finish(daemon: DaemonProcess) -> None:
         assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_second_sigterm_does_not_wait(path: Path) -> None:
-    with FakeDaemon(path, silent) as daemon, GatewayProcess(str(path)) as gateway:
-        connection = gateway.start("/v1/completions", {"prompt": "a"})
-        daemon.wait_for_type(Submit)
-        gateway.process.terminate()
-        assert eventually(lambda: _refuses(gateway))
-        assert gateway.stop() == (0, "")
-        connection.close()
-
-
 def _refuses(gateway: GatewayProcess) -> bool:
     try:
         gateway.connect().close()
@@ -410,13 +406,13 @@ def write_keys(path: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_a_private_socket_and_keys(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_private_socket_and_keys_and_a_second_sigterm(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = write_keys(path.with_name("keys"), "# ours\nsecret-secret-1234\n\nother-other-5678\n")
     http_path = path.with_name("http.sock")
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(http_path))  # as a gateway that was killed leaves it
     arguments = ("--socket", str(http_path), "--api-key-file", str(keys))
-    with FakeDaemon(path, count_up), GatewayProcess(str(path), *arguments) as gateway:
+    with FakeDaemon(path, silent) as daemon, GatewayProcess(str(path), *arguments) as gateway:
         assert stat.S_IMODE(http_path.stat().st_mode) == 0o600
         assert cli.main(["gateway", "--socket", str(http_path)]) == 1
         assert "is served by another process" in capsys.readouterr().err
@@ -425,7 +421,13 @@ def test_a_private_socket_and_keys(path: Path, capsys: pytest.CaptureFixture[str
         for wrong in ("", "Bearer", "Bearer secret", "Basic secret-secret-1234", "Bearer # ours", "Bearer \xff"):
             status, answer, headers = gateway.ask("/v1/models", headers={"Authorization": wrong})
             assert (status, answer["error"]["code"], headers["WWW-Authenticate"]) == (401, "invalid_api_key", "Bearer")
-        assert gateway.ask("/health")[0] == 503  # this daemon does not say that it is healthy
+        allowed = {"Authorization": "Bearer other-other-5678"}
+        waiting = gateway.start("/v1/completions", {"prompt": "a"}, headers=allowed)
+        daemon.wait_for_type(Submit)
+        gateway.process.terminate()
+        assert eventually(lambda: _refuses(gateway))
+        assert gateway.stop() == (0, "")  # the second signal does not wait for that answer
+        waiting.close()
     assert not http_path.exists()
 
 
