@@ -51,6 +51,7 @@ def main() -> int:
     with DaemonProcess("scripted", **SETTINGS) as daemon:
         with daemon.client() as pool:
             pool.stats()
+        eventually(lambda: holdings(daemon)[1] == 0)  # that client is settled
         before, ticks, begin = holdings(daemon), daemon.cpu_ticks(), time.monotonic()
         command = [sys.executable, str(ROOT / "tests" / "support" / "arena_swarm.py"), daemon.address, json.dumps(work)]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -59,15 +60,16 @@ def main() -> int:
         with daemon.client() as pool:
             rest = eventually(lambda: at_rest(pool), 10.0)
             stats = pool.stats()
-        clean = eventually(lambda: holdings(daemon) == before, 10.0)
+        eventually(lambda: holdings(daemon) == before, 10.0)
+        after = holdings(daemon)
     wrong = {what: count for what, count in said.items() if what not in ("ok", "start")}
     generated = stats["tokens_generated_total"]
     print(f"{options.clients} client processes, {each * options.clients:,} sequences, {tokens:,} tokens asked for")
     print(f"{said['ok']} clients received exactly what was generated for them; wrong: {wrong or 'none'}")
     print(f"{generated:,} tokens generated; {stats['preemptions_total']} preemptions")
-    print(f"pool {'' if rest else 'NOT '}at rest; descriptors, mappings, threads {'' if clean else 'NOT '}as before")
+    print(f"pool {'' if rest else 'NOT '}at rest; descriptors, arenas, threads: {before} before, {after} after")
     print(f"{wall_s:.1f} s, {tokens / wall_s:,.0f} tokens/s, {1e6 * cpu_s / tokens:.0f} us of the daemon's CPU each")
-    return 0 if said["ok"] == options.clients and generated == tokens and rest and clean else 1
+    return 0 if said["ok"] == options.clients and generated == tokens and rest and after == before else 1
 
 
 if __name__ == "__main__":

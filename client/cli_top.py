@@ -1,4 +1,5 @@
-"""`kvpool top`: the pool, live. Keys: q leaves, s sorts otherwise, up and down (or k and j) choose, c cancels."""
+"""`kvpool top`: the pool, live. Keys: q leaves, s sorts otherwise, / filters by what is typed then (enter keeps it,
+escape drops it), up and down (or k and j) choose, c cancels."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ from .client import Client
 from .errors import KVPoolError
 from .live_map import LiveMap
 from .pool_map import PoolMap
-from .terminal import DIM, PLAIN, Line, Terminal
+from .terminal import BOLD, DIM, PLAIN, Line, Terminal
 from .top_view import SORTS, History, Row, View, draw
 
-KEYS = "q quit   s sort   ↑↓ choose   c cancel"
+KEYS = "q quit   s sort   / filter   ↑↓ choose   c cancel"
+MAX_FILTER = 40
+ARROWS = {"\x1b[A": "up", "\x1bOA": "up", "\x1b[B": "down", "\x1bOB": "down"}
+ENTER, ESCAPE, BACKSPACE = ("\r", "\n"), "\x1b", ("\x7f", "\b")
 ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, ERASE_LINE, ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -86,9 +90,12 @@ def _watch(pool: Client, read: Callable[[], PoolMap], view: View, interval_s: fl
         while (left_s := until - time.monotonic()) > 0:
             _show(draw(snapshot, rows, speed, view, _terminal()), view)
             key = _key(left_s)
-            if key in ("q", "Q", "\x03", "\x1b"):
+            if view.typing:
+                _type(key, view)
+            elif key in ("q", "Q", "\x03", ESCAPE):
                 return
-            _act(key, view, rows, pool)
+            else:
+                _act(key, view, rows, pool)
 
 
 def _terminal() -> Terminal:
@@ -100,16 +107,33 @@ def _terminal() -> Terminal:
 def _show(lines: list[Line], view: View) -> None:
     terminal = _terminal()
     lines = lines[: terminal.height] + [[]] * (terminal.height - len(lines))
-    footer: Line = [(f"{KEYS}   by {view.sort}", DIM), (f"   {view.message}" if view.message else "", PLAIN)]
+    if view.typing:
+        footer: Line = [("filter: ", BOLD), (view.filter + ("▏" if terminal.unicode else "_"), PLAIN)]
+    else:
+        kept = f", with {view.filter!r}" if view.filter else ""
+        footer = [(f"{KEYS}   by {view.sort}{kept}", DIM), (f"   {view.message}" if view.message else "", PLAIN)]
     text = f"{ERASE_LINE}\r\n".join(terminal.show(line) for line in [*lines, footer])
     sys.stdout.write(f"{HOME}{text}{ERASE_LINE}{ERASE_BELOW}")
     sys.stdout.flush()
+
+
+def _type(keys: str, view: View) -> None:
+    """Keys that belong to the filter."""
+    if keys in ENTER or keys == ESCAPE:
+        view.typing = False
+        view.filter = "" if keys == ESCAPE else view.filter
+    elif keys in BACKSPACE:
+        view.filter = view.filter[:-1]
+    elif keys not in ARROWS.values():
+        view.filter = (view.filter + keys)[:MAX_FILTER]
 
 
 def _act(key: str, view: View, rows: list[Row], pool: Client) -> None:
     if key in ("s", "S"):
         names = list(SORTS)
         view.sort = names[(names.index(view.sort) + 1) % len(names)]
+    elif key == "/":
+        view.typing, view.filter, view.message = True, "", ""
     elif key in ("j", "k", "down", "up"):
         view.selected = _neighbour(view, rows, 1 if key in ("j", "down") else -1)
     elif key in ("c", "C") and view.selected is not None:
@@ -122,7 +146,7 @@ def _act(key: str, view: View, rows: list[Row], pool: Client) -> None:
 
 def _neighbour(view: View, rows: list[Row], step: int) -> int | None:
     """The sequence below or above the chosen one, as they are shown."""
-    order = [row.sequence_id for row in sorted(rows, key=SORTS[view.sort])]
+    order = [row.sequence_id for row in view.shown(rows)]
     if not order:
         return None
     if view.selected not in order:
@@ -131,12 +155,12 @@ def _neighbour(view: View, rows: list[Row], step: int) -> int | None:
 
 
 def _key(limit_s: float) -> str:
-    """The key that is pressed within the limit, or nothing; arrows by name."""
+    """The key that is pressed within the limit, or nothing; arrows by name, and text that came at once as a whole."""
     ready, _, _ = select.select([sys.stdin], [], [], limit_s)
     if not ready:
         return ""
     data = os.read(sys.stdin.fileno(), 16).decode(errors="replace") or "q"  # nobody is there any more
-    return {"\x1b[A": "up", "\x1bOA": "up", "\x1b[B": "down", "\x1bOB": "down"}.get(data, data[:1])
+    return ARROWS.get(data, data if data.isprintable() else data[:1])
 
 
 @contextlib.contextmanager

@@ -23,11 +23,15 @@ PALETTE = tuple(f"38;5;{code}" for code in (39, 208, 76, 170, 220, 45, 203, 141,
 CACHED_STYLE, FREE_STYLE, OTHERS_STYLE = "38;5;66", "38;5;239", "38;5;250"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
+WIDE = ("TTFT", "CREDIT", "CACHED", "PRIO")
+"""Columns of a wide terminal; elsewhere they are told of the chosen sequence."""
+
 SORTS: dict[str, Callable[[Row], Any]] = {
     "id": lambda row: row.sequence_id,
     "tokens": lambda row: -row.figures.get("num_tokens", 0),
     "blocks": lambda row: -row.figures.get("num_blocks", 0),
     "tok/s": lambda row: -row.tokens_per_s,
+    "ttft": lambda row: -(row.figures.get("ttft_s") or 0.0),
     "age": lambda row: -row.figures.get("age_s", 0.0),
     "state": lambda row: (str(row.figures.get("state", "")), row.sequence_id),
 }
@@ -92,18 +96,33 @@ class View:
 
     sort: str = "id"
     selected: int | None = None  # sequence_id
+    filter: str = ""  # only sequences in whose line it occurs
+    typing: bool = False  # keys go into the filter
     message: str = ""
+
+    def shown(self, rows: list[Row]) -> list[Row]:
+        """Those that pass the filter, in order."""
+        return sorted((row for row in rows if self.filter.lower() in _searched(row)), key=SORTS[self.sort])
+
+
+def _searched(row: Row) -> str:
+    names = ("user", "state", "wait_reason")
+    words = [request_name(row.figures), command_of(row.figures), *(str(row.figures.get(name, "")) for name in names)]
+    return " ".join(words).lower()
 
 
 def draw(pool: PoolMap, rows: list[Row], tokens_per_s: float, view: View, terminal: Terminal) -> list[Line]:
-    """The whole display, at most the terminal's height."""
+    """The whole display, at most the terminal's height; of sequences that the filter leaves out only the blocks."""
+    rows = view.shown(rows)
     head = [_title(pool, terminal.width), _bar(pool, terminal), *_figures(pool, tokens_per_s, terminal.width), []]
     room = max(4, terminal.height - len(head) - 6)
     for_rows = max(3, min(len(rows) + 1, room // 2))
     cells, stride = block_map(pool, rows, terminal, max_lines=max(2, room - for_rows))
     lines = [*head, *cells, legend(stride, terminal), []]
-    listing = _listing(sorted(rows, key=SORTS[view.sort]), view, terminal)
-    return [*lines, *listing[: max(3, terminal.height - len(lines) - 1)]]
+    chosen = next((row for row in rows if row.sequence_id == view.selected), None)
+    detail = [[], *_detail(chosen)] if chosen is not None else []
+    listing = _listing(rows, view, terminal)
+    return [*lines, *listing[: max(3, terminal.height - len(lines) - len(detail) - 1)], *detail]
 
 
 def _title(pool: PoolMap, width: int) -> Line:
@@ -223,7 +242,7 @@ def legend(stride: int, terminal: Terminal) -> Line:
 
 def _listing(rows: list[Row], view: View, terminal: Terminal) -> list[Line]:
     if not rows:
-        return [[("no sequences", DIM)]]
+        return [[(f"no sequences with {view.filter!r}" if view.filter else "no sequences", DIM)]]
     wide = terminal.width >= 110
     columns = [
         Column("ID", right=True),
@@ -235,10 +254,42 @@ def _listing(rows: list[Row], view: View, terminal: Terminal) -> list[Line]:
         Column("SHR", right=True),
         Column("TOK/S", right=True),
         Column("AGE", right=True),
-        *([Column("USER", share=1), Column("CACHED", right=True), Column("PRIO", right=True)] if wide else []),
+        *([Column(name, right=True) for name in WIDE] if wide else []),
+        *([Column("USER", share=1)] if wide else []),
         Column("WHY", share=6, min_width=3),
     ]
     return table(columns, [_cells(row, view, terminal, wide) for row in rows], terminal.width, gap=1)
+
+
+def _ttft(figures: dict[str, Any]) -> str:
+    """Time to the first token."""
+    ttft_s = figures.get("ttft_s")
+    return "" if ttft_s is None else show_duration(ttft_s)
+
+
+def _credit(figures: dict[str, Any]) -> str:
+    """Tokens that may come before the reader reads."""
+    credit = figures.get("credit")
+    return "" if credit is None else show_count(credit)
+
+
+def _detail(row: Row) -> list[Line]:
+    """All about the chosen sequence that the table has no room for."""
+    figures = row.figures
+    state, style = state_of(figures)
+    why = safe(str(figures.get("wait_reason", "")))
+    line: Line = [(f"{row.sequence_id} {request_name(figures)}  ", BOLD), (state, style)]
+    line += [(f": {why}" if why else "", PLAIN)]
+    more: Line = []
+    for name, value in (
+        ("of", f"{safe(str(figures.get('user', '')))} ({figures.get('uid', '?')}), {command_of(figures)}"),
+        ("first token after", _ttft(figures)),
+        ("credit", _credit(figures)),
+        ("cached", show_count(figures.get("num_cached_tokens", 0))),
+        ("preempted", show_count(figures.get("preemptions", 0))),
+    ):
+        more += [(f"{name} ", DIM), (f"{value}   ", PLAIN)] if value else []
+    return [line, more]
 
 
 def _cells(row: Row, view: View, terminal: Terminal, wide: bool) -> list[Span]:
@@ -246,9 +297,11 @@ def _cells(row: Row, view: View, terminal: Terminal, wide: bool) -> list[Span]:
     chosen = "7" if row.sequence_id == view.selected else PLAIN
     mark = "■" if terminal.colour and terminal.unicode else row.letter
     extra = [
-        (safe(str(figures.get("user", ""))), chosen),
+        (_ttft(figures), chosen),
+        (_credit(figures), chosen),
         (show_count(figures.get("num_cached_tokens", 0)), chosen),
         (str(figures.get("priority", 0)), chosen),
+        (safe(str(figures.get("user", ""))), chosen),
     ]
     return [
         (f"{mark} {row.sequence_id}", "7" if chosen else row.style),

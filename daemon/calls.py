@@ -229,7 +229,13 @@ def rows(clients: Clients, peer: Peer) -> list[dict[str, Any]]:
 
 def _row_of_sample(clients: Clients, request: Request, sample: Sample) -> dict[str, Any]:
     row = _row(clients, sample.sequence, request.request_id, request.session, request.arrival)
-    return row | {"sample": sample.index, "num_output_tokens": sample.num_sent}
+    first = request.first_token_at
+    return row | {
+        "sample": sample.index,
+        "num_output_tokens": sample.num_sent,
+        "ttft_s": None if first is None else first - request.arrival,
+        "credit": None if sample.granted is None else max(0, sample.granted - sample.num_sent),
+    }
 
 
 def _row(clients: Clients, sequence: Sequence, name: str, session: object, since: float) -> dict[str, Any]:
@@ -255,6 +261,8 @@ def _row(clients: Clients, sequence: Sequence, name: str, session: object, since
         "blocks": pack_token_ids(sequence.live_blocks()),
         "priority": sequence.priority,
         "preemptions": sequence.preemptions,
+        "ttft_s": None,
+        "credit": None,
         "age_s": clients.now - since,
     }
 

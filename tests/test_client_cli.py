@@ -288,6 +288,14 @@ def test_top_lives_in_a_terminal(daemon: FakeDaemon, path: Path, leave: signal.S
         assert "◆" in shown
         os.write(main, b"s")
         read_until(main, "by tokens")
+        os.write(main, b"/")
+        read_until(main, "filter: ")
+        os.write(main, b"nobodyx")
+        read_until(main, "nobodyx▏")
+        os.write(main, b"\x7f")
+        read_until(main, "no sequences with 'nobody'")
+        os.write(main, b"\x1b")
+        read_until(main, "c cancel")
         os.write(main, b"j")
         read_until(main, "\x1b[7m")
         os.write(main, b"c")
@@ -538,9 +546,28 @@ def test_top_fits_every_screen(width: int, colour: bool, num_blocks: int) -> Non
     pool = PoolMap.of(value | {"num_blocks": num_blocks, "sequences": tuple(value["sequences"])})
     terminal = Terminal(width, 24, colour, True)
     rows, speed = History().rows(pool, 0.0)
-    lines = draw(pool, rows, speed, View(), terminal)
-    assert len(lines) <= 24
-    assert all(sum(width_of(text) for text, _ in clip(line, width)) <= width for line in lines)
+    for view in (View(), View(selected=rows[0].sequence_id), View(filter="nothing like this")):
+        lines = draw(pool, rows, speed, view, terminal)
+        assert len(lines) <= 24
+        assert all(sum(width_of(text) for text, _ in clip(line, width)) <= width for line in lines)
+
+
+def test_the_chosen_sequence_is_told_of_in_full_and_the_filter_leaves_out_others() -> None:
+    value = pool_map_value()
+    pool = PoolMap.of(value | {"sequences": tuple(value["sequences"])})
+    pool.sequences[0] |= {"ttft_s": 0.25, "credit": 7, "wait_reason": "its reader granted no more tokens"}
+    rows, speed = History().rows(pool, 0.0)
+    first, second = rows[0].sequence_id, rows[1].sequence_id
+    lines = draw(pool, rows, speed, View(selected=first), Terminal(80, 40, False, True))
+    text = "\n".join("".join(part for part, _ in line) for line in lines)
+    for part in ("its reader granted no more tokens", "first token after 250ms", "credit 7"):
+        assert part in text
+    assert "TTFT" not in text
+    wide = draw(pool, rows, speed, View(), Terminal(160, 40, False, True))
+    assert any("TTFT CREDIT" in "".join(part for part, _ in line) for line in wide)
+    shown = View(filter="GRANTED no").shown(rows)
+    assert [row.sequence_id for row in shown] == [first]
+    assert [row.sequence_id for row in View(sort="ttft").shown(rows)] == [first, second]
 
 
 def test_speeds_come_from_two_looks() -> None:
