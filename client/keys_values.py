@@ -13,6 +13,7 @@ from .errors import Busy, ProtocolError
 
 MAX_SIZE = 2**31
 MAX_NUMBER = 2**63
+MAX_BYTES = 2**40
 RETRY_MS = 100
 
 
@@ -53,6 +54,8 @@ class KVPiece:
         places = begin, computed
         if not _are_integers(places, 2, MAX_SIZE):
             raise ProtocolError("the daemon's answer must have begin and num_computed_tokens", field="value")
+        if 4 * math.prod((*shape[:2], places[1], *shape[3:])) > MAX_BYTES:
+            raise ProtocolError(f"nobody has {places[1]} tokens of {shape}", field="value.num_computed_tokens")
         return cls(state, places[0], places[1], np.frombuffer(data, dtype="<f4").reshape(shape))
 
 

@@ -299,6 +299,7 @@ def piece(**fields: object) -> dict[str, object]:
         {"state": (1, True)},
         {"begin": -1},
         {"num_computed_tokens": "5"},
+        {"shape": (2**31, 2, 0, 2**31, 2**31), "data": b"", "num_computed_tokens": 2**31},
         {"data": bytes(95)},
         {"data": None},
     ],

@@ -19,7 +19,8 @@ import numpy as np
 
 from kvpool.client.arena import BULK_TAIL, PAGE_BYTES, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Layout
 from kvpool.client.codec import decode_client_message, decode_daemon_message, encode
-from kvpool.client.errors import KVPoolError, ProtocolError
+from kvpool.client.errors import Busy, KVPoolError, ProtocolError
+from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.lifeline import MAX_PAYLOAD_BYTES, FrameReader, encode_frame
 from kvpool.client.map_segment import MapLayout, _unpacked
 from kvpool.client.messages import Generate, Rows, Submit, TokenBatch
@@ -182,6 +183,23 @@ def map_details(data: bytes) -> None:
         pass
 
 
+def kv_piece(data: bytes) -> None:
+    """The value of an answer to `read_kv`, and what is made of two of them."""
+    try:
+        value = msgpack.unpackb(data, use_list=False, strict_map_key=False)
+    except Exception:  # what is no MessagePack is the target `message`
+        return
+    pieces = KVPieces()
+    try:
+        pieces.add(KVPiece.of(value))
+        pieces.add(KVPiece.of(value))
+    except (ProtocolError, Busy, MemoryError):
+        pass
+    whole = pieces.whole()
+    if whole.keys.shape != whole.values.shape or whole.keys.flags.writeable:
+        raise Broken(f"keys {whole.keys.shape}, values {whole.values.shape}")
+
+
 _file = os.fdopen(os.memfd_create("journal", os.MFD_CLOEXEC), "w+b")
 
 
@@ -217,11 +235,15 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "lifeline": lifeline,
     "headers": headers,
     "map_details": map_details,
+    "kv_piece": kv_piece,
     "journal": journal,
     "snapshot": snapshot,
 }
-PACKED = frozenset({"message", "map_details", "journal"})
+PACKED = frozenset({"message", "map_details", "kv_piece", "journal"})
 """Targets whose inputs are MessagePack: mutations of what it says lead further than mutations of its bytes."""
+
+
+KV_PIECE = {"shape": (1, 2, 3, 1, 4), "state": (1, 0), "begin": 0, "data": bytes(96)}
 
 
 def _ring_seeds() -> list[bytes]:
@@ -266,6 +288,12 @@ SEEDS: dict[str, list[bytes]] = {
     "map_details": [
         msgpack.packb({"sequences": [{"request_id": "r", "blocks": bytes(8)}], "counters": {"blocks_total": 2}}),
         msgpack.packb({"sequences": [], "counters": {}, "num_blocks": 2, "states": b"ab"}),
+    ],
+    "kv_piece": [
+        msgpack.packb(
+            {"shape": (1, 2, 3, 1, 4), "state": (1, 0), "begin": 0, "num_computed_tokens": n, "data": bytes(96)}
+        )
+        for n in (3, 6, 9)
     ],
     "journal": _journal_seeds(),
     "snapshot": _snapshot_seeds(),
