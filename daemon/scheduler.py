@@ -31,6 +31,7 @@ from .roster import Roster
 from .sequence import IDLE, Sequence, SequenceState
 from .step_filler import StepFiller
 from .step_plan import Chunk, StepPlan
+from .waiting_queue import due_at
 
 
 class Scheduler:
@@ -116,6 +117,7 @@ class Scheduler:
     def add(self, sequence: Sequence, *, idle: bool = False) -> None:
         """Take a new sequence, which gets its id here; `idle`: only hold it, `generate` sets it going."""
         self._clamp(sequence)
+        sequence.due = due_at(sequence, sequence.arrival)
         self.roster.register(sequence)
         if idle:
             self.roster.to_paused(sequence, IDLE)
@@ -157,6 +159,7 @@ class Scheduler:
         sequence.max_tokens, sequence.deadline, sequence.finish_reason = max_tokens, deadline, None
         sequence.admitted, sequence.boost = False, 0
         self._clamp(sequence)
+        sequence.due = due_at(sequence, self._now)
         self._enqueue(sequence, self._now)
 
     def finish(self, sequence: Sequence, reason: str) -> bool:

@@ -64,6 +64,7 @@ class Sequence:
     protected_until: int = -1  # not a victim again while num_computed_tokens <= this
     counted_until: int = 0  # tokens whose computation its owner has been charged for
     boost: int = 0  # classes won by waiting
+    due: float = 0.0  # monotonic seconds: its owner's queued sequences stand in this order
     queued_since: float = 0.0
     block_hashes: list[bytes] = field(default_factory=list)  # the chain of its full blocks, as far as known
     public_hashes: list[bytes] = field(default_factory=list)

@@ -32,7 +32,7 @@ class StepFiller:
             elif missing == 1 and sequence.state is SequenceState.RUNNING:
                 self._give(plan, sequence, 1, limits, now)
         served = self._residency.served
-        prompts.sort(key=lambda prompt: (-prompt.urgency, served(prompt.uid), prompt.sequence_id))
+        prompts.sort(key=lambda prompt: (-prompt.urgency, served(prompt.uid), prompt.due, prompt.sequence_id))
         rows = share_rows(
             [(prompt.uid, prompt.num_tokens - prompt.num_computed_tokens) for prompt in prompts],
             limits.max_num_batched_tokens - plan.num_tokens,

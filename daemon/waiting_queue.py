@@ -1,8 +1,9 @@
 """Sequences that wait for a place in the step, and the order in which they are looked at.
 
 Order: the most urgent class first (priority, one class more after each `ageing_s` of waiting, so that nothing starves);
-within a class the owner with the lowest virtual counter; within an owner first come, first served. A preempted sequence
-is older than those that never ran, so it stands at the head of its owner's line by itself.
+within a class the owner with the lowest virtual counter; within an owner whoever is due first. A sequence is due at its
+deadline, and one without a deadline a minute after it came, so among those it is first come, first served; a preempted
+one came before those that never ran, and stands ahead of them by itself.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from operator import attrgetter
 
 from .sequence import Sequence
 
-_BY_AGE = attrgetter("sequence_id")
+PATIENCE_S = 60.0
+"""How long a sequence without a deadline lets those of the same owner pass that have one."""
+
+_BY_TIME = attrgetter("due", "sequence_id")
+
+
+def due_at(sequence: Sequence, came: float) -> float:
+    """When a sequence that came then is due (monotonic seconds)."""
+    return came + PATIENCE_S if sequence.deadline is None else sequence.deadline
 
 
 class WaitingQueue:
-    """One line per (priority, uid), each in the order of sequence ids."""
+    """One line per (priority, uid), each in the order in which its sequences are due."""
 
     def __init__(self) -> None:
         self.lines: dict[tuple[int, int], list[Sequence]] = {}
@@ -36,14 +45,14 @@ class WaitingQueue:
         return self._of_uid.get(uid, 0)
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.lines.setdefault((sequence.priority, sequence.uid), []), sequence, key=_BY_AGE)
+        insort(self.lines.setdefault((sequence.priority, sequence.uid), []), sequence, key=_BY_TIME)
         self._of_uid[sequence.uid] = self.of_uid(sequence.uid) + 1
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
         key = (sequence.priority, sequence.uid)
         line = self.lines[key]
-        index = bisect_left(line, sequence.sequence_id, key=_BY_AGE)
+        index = bisect_left(line, (sequence.due, sequence.sequence_id), key=_BY_TIME)
         if index == len(line) or line[index] is not sequence:
             raise RuntimeError(f"{sequence!r} is not in the queue")
         del line[index]

@@ -275,6 +275,7 @@ def test_cancel_while_preempted() -> None:
 def test_a_deadline_in_the_queue_ends_with_no_token() -> None:
     harness = small(max_num_seqs=1)
     active = harness.submit(PROMPT, max_tokens=30)
+    harness.turn()
     late = harness.submit(PROMPT, deadline_s=0.01)
     harness.turn()
     harness.now += 0.02

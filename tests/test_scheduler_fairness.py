@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from kvpool.daemon.deadlines import FEWEST
 from kvpool.daemon.fairness import RateLimiter, VirtualCounters, share_rows
 from kvpool.daemon.limits import OwnerLimits, SchedulerLimits
 from kvpool.daemon.sequence import Sequence, SequenceState
@@ -191,3 +192,32 @@ def test_limits_change_while_everything_runs_and_what_was_accepted_ends() -> Non
     assert scheduler.pool.charged(UID) <= 13  # one sequence may go on alone, although it needs more than 6 blocks
     device.drain()
     assert all(is_right(s, 20) for s in made)
+
+
+def test_within_an_owner_whoever_is_due_first_goes_first() -> None:
+    """A deadline is a place in the line; who has none lets others pass for a minute, and not longer."""
+    scheduler, device = make(64, 4, max_num_seqs=1)
+    order: list[Sequence] = []
+
+    def add(salt: int, arrival: float, deadline: float | None) -> Sequence:
+        return submit(scheduler, prompt(6, salt), 2, arrival=arrival, deadline=deadline)
+
+    first, patient = add(1, 0.0, None), add(2, 1.0, None)
+    late, urgent, soon = add(3, 2.0, 100.0), add(4, 3.0, 20.0), add(5, 4.0, 30.0)
+    while scheduler.has_work:
+        order += device.step(5.0)[1]
+        scheduler.check_invariants()
+    assert order == [urgent, soon, first, patient, late]
+    assert all(is_right(made, 6) for made in order)
+
+
+def test_deadlines_of_sequences_that_ended_are_forgotten() -> None:
+    scheduler, device = make(64, 4)
+    for salt in range(1000):
+        submit(scheduler, prompt(4, salt), 1, deadline=1e6)
+        device.drain()
+    assert len(scheduler._deadlines._heap) <= 2 * FEWEST
+    kept = submit(scheduler, prompt(4, 1), 50, deadline=1e6)
+    device.step()
+    assert device.step(1e6)[1] == [kept]
+    assert kept.finish_reason == "deadline"

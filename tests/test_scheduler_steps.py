@@ -203,8 +203,8 @@ def test_cancelled_while_preempted_paused_and_following() -> None:
 def test_a_deadline_that_passes_in_the_queue_is_never_prefilled() -> None:
     scheduler, device = make(max_num_seqs=1)
     running = submit(scheduler, prompt(6), 30)
-    late = submit(scheduler, prompt(6, salt=1), 5, deadline=0.01)
     device.step(0.0)
+    late = submit(scheduler, prompt(6, salt=1), 5, deadline=0.01)
     plan, ended = device.step(0.02)
     assert plan.expired == ended == [late]
     assert (late.finish_reason, late.num_computed_tokens, late.num_output_tokens) == ("deadline", 0, 0)
