@@ -39,6 +39,7 @@ from .sequence import Sequence
 from .step_plan import StepPlan
 from .step_runner import StepRunner
 from .submission import submit_of
+from .suspects import Suspects, verdict
 from .trace import Trace
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Engine:
         self._outputs: list[Output] = []
         self._between: list[Callable[[], None]] = []
         self.pace = Pace(scheduler, runner, self._samples, self._notice)
+        self._suspects = Suspects(journal, self.pace)
         self._beams = BeamRuns(scheduler, runner, self._samples)
         self._searching: dict[Request, None] = {}  # beam searches that the last step gave candidates
         self._plan: StepPlan | None = None  # in flight
@@ -176,7 +178,7 @@ class Engine:
         """
         params, total = request.params, len(request.prompt_ids)
         request.journal_key, request.taken_up = known.accept.key, True
-        error: KVPoolError | None = None
+        error: KVPoolError | None = verdict(known.deaths)
         try:
             self.scheduler.check_possible(request.uid, total, params.max_tokens)
         except KVPoolError as refusal:
@@ -187,6 +189,8 @@ class Engine:
                 self.cancel(request, "error", error)
         else:
             self._restore_samples(request, known, error)
+        if not request.done and error is None:
+            self._suspects.take_up(request, known.deaths)
         self.metrics.requests_taken_up_total += 1
         self._changed = True
 
@@ -283,6 +287,8 @@ class Engine:
                 self._searching[sample.request] = None
                 continue
             logits = result.logits[row] if result.logits is not None and sample.request.want_logits else None
+            if sample.request.taken_up:
+                self._suspects.clear(sample.request)
             sample.fresh.append(Token(token_ids[row], logprobs[row], top, logits))
             if sample.has_penalties:
                 sample.count(token_ids[row])
@@ -316,6 +322,7 @@ class Engine:
                 return
             try:
                 if plan.chunks:
+                    self._suspects.launching(plan, now)
                     self.runner.start(plan)
                     self._plan, self._launched_at = plan, now
                     self.trace.launched()
@@ -366,6 +373,7 @@ class Engine:
         """The sample's answer has ended; what is left is to say so."""
         del self._samples[sample.sequence.sequence_id]
         sample.finish_reason = sample.sequence.finish_reason
+        self._suspects.clear(sample.request)
         self.runner.release(sample)
         if sample.request.search is None:
             self._to_flush[sample] = None

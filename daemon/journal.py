@@ -35,6 +35,7 @@ from ..client.protocol import Finished, Submit, TokenBatch
 from .journal_file import JournalFile, open_existing, read_frames
 from .journal_records import (
     Accept,
+    Attempt,
     End,
     Finish,
     Forget,
@@ -115,6 +116,12 @@ class Journal:
         self._note(key, event)
         self.commit(arrival)
         return key
+
+    def attempt(self, key: int, position: int) -> None:
+        """A request of an earlier daemon enters a step, which begins at this position of it."""
+        event = pack(Attempt(key, position))
+        if key in self._entries and self._make_room(len(event)):
+            self._note(key, event)
 
     def tokens(self, key: int, batch: TokenBatch) -> None:
         """Tokens are given out."""
@@ -289,6 +296,7 @@ class Journal:
             log.error("the journal of the last daemon cannot be read, its requests are lost: %s", error)
         _keep_ages(found.requests.values(), now)
         for key, known in found.requests.items():
+            known.note_death()
             unfinished = {number for number, sample in enumerate(known.samples) if sample.finished is None}
             self._entries[key] = _Entry(bytearray().join(map(pack, known.events())), unfinished)
             self._live_bytes += len(self._entries[key].events)

@@ -1,4 +1,4 @@
-"""What a journal says: six kinds of events, their bytes, and the requests that a history of them leaves alive.
+"""What a journal says: eight kinds of events, their bytes, and the requests that a history of them leaves alive.
 
 An event is one MessagePack array, kind first. Tokens are kept without their text, which the tokenizer makes again.
 """
@@ -79,15 +79,32 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """A daemon that took the request up, and has no new token of it yet, begins a step with it."""
+
+    key: int
+    position: int  # of the first token that the step computes
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """So many daemons in a row died in a step of the request that began at `position`."""
+
+    key: int
+    position: int
+    deaths: int
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Nobody can ask for the request, or use the sequence, any more."""
 
     key: int
 
 
-Event = Accept | Generate | End | Finish | Forget | Hold
+Event = Accept | Generate | End | Finish | Forget | Hold | Attempt | Death
 
-ACCEPT, GENERATE, END, FINISH, FORGET, HOLD = range(6)
+ACCEPT, GENERATE, END, FINISH, FORGET, HOLD, ATTEMPT, DEATH = range(8)
 
 
 def pack(event: Event) -> bytes:
@@ -110,6 +127,10 @@ def _plain(event: Event) -> tuple[object, ...]:
         return (END, event.key, encode(event.finished))
     if isinstance(event, Finish):
         return (FINISH, event.key, event.at)
+    if isinstance(event, Attempt):
+        return (ATTEMPT, event.key, event.position)
+    if isinstance(event, Death):
+        return (DEATH, event.key, event.position, event.deaths)
     return (FORGET, event.key)
 
 
@@ -148,6 +169,10 @@ def _event(plain: tuple[object, ...]) -> Event:
     if kind == HOLD:
         *about, packed = values
         return Hold(*about, tuple(unpack_token_ids(packed).tolist()))  # type: ignore[call-arg,arg-type]
+    if kind == ATTEMPT:
+        return Attempt(*values)  # type: ignore[arg-type]
+    if kind == DEATH:
+        return Death(*values)  # type: ignore[arg-type]
     if kind == FORGET:
         return Forget(*values)  # type: ignore[arg-type]
     raise JournalDamaged(f"events of kind {kind!r} are unknown")
@@ -170,10 +195,23 @@ class KnownRequest:
     accept: Accept
     samples: list[KnownSample]
     finished_at: float | None = None  # monotonic seconds
+    tried_at: int | None = None  # where the last step with it began, since it was taken up, if no token came of it
+    died_at: int | None = None  # the same of the daemon before
+    deaths: int = 0  # in a row, at that position
 
     @property
     def done(self) -> bool:
         return self.finished_at is not None
+
+    def note_death(self) -> None:
+        """The daemon that wrote this is gone."""
+        if self.tried_at is not None:
+            self.deaths = self.deaths + 1 if self.tried_at == self.died_at else 1
+            self.tried_at, self.died_at = None, self.tried_at
+
+    def forget_deaths(self) -> None:
+        """It gets on."""
+        self.tried_at, self.died_at, self.deaths = None, None, 0
 
     def events(self) -> Iterator[Event]:
         """The shortest history that leads here."""
@@ -185,6 +223,8 @@ class KnownRequest:
                 yield Generate(key, number, 0, *map(tuple, columns))  # type: ignore[arg-type]
             if sample.finished is not None:
                 yield End(key, sample.finished)
+        if self.died_at is not None:
+            yield Death(key, self.died_at, self.deaths)
         if self.finished_at is not None:
             yield Finish(key, self.finished_at)
 
@@ -210,6 +250,11 @@ class Replay:
                 self._finish(event)
             elif isinstance(event, Hold):
                 self._hold(event)
+            elif isinstance(event, Attempt):
+                self._request(event.key).tried_at = event.position
+            elif isinstance(event, Death):
+                request = self._request(event.key)
+                request.died_at, request.deaths = event.position, event.deaths
             elif self.requests.pop(event.key, None) is None and self.held.pop(event.key, None) is None:
                 raise JournalDamaged(f"request {event.key} is forgotten and was never accepted")
 
@@ -222,6 +267,7 @@ class Replay:
         sample = self._sample(event.key, event.sample)
         if event.index != len(sample.token_ids) or sample.finished is not None:
             raise JournalDamaged(f"token {event.index} of request {event.key} is out of place")
+        self.requests[event.key].forget_deaths()
         sample.token_ids += event.token_ids
         sample.logprobs += event.logprobs
         sample.top_logprobs += event.top_logprobs
@@ -237,6 +283,11 @@ class Replay:
         if request is None or any(sample.finished is None for sample in request.samples):
             raise JournalDamaged(f"request {event.key} is finished before its samples are")
         request.finished_at = event.at
+
+    def _request(self, key: int) -> KnownRequest:
+        if key not in self.requests:
+            raise JournalDamaged(f"request {key} was never accepted")
+        return self.requests[key]
 
     def _hold(self, event: Hold) -> None:
         before = self.held[event.key].token_ids if event.key in self.held else ()

@@ -1,5 +1,5 @@
-"""Put the repository root on sys.path, so that tests share helpers as `tests.support`, whose asserts are tests too: also
-where Python is told to leave asserts out."""
+"""Put the repository root on sys.path, so that tests share helpers as `tests.support`. The asserts there are tests too,
+also where Python is told to leave asserts out."""
 
 import sys
 from pathlib import Path

@@ -139,8 +139,8 @@ def test_a_restart_at_any_turn_changes_nothing(
 def test_restart_after_restart(backend: Backend, path: Path, undisturbed: dict[tuple[str, int], Any]) -> None:
     harness = first_daemon(backend, path)
     submit_all(harness, seed=77)
-    for _ in range(20):
-        for _ in range(4):
+    for life in range(20):
+        for _ in range(4 + 5 * (life % 3)):
             harness.turn()
         crash(harness)
         harness = next_daemon(backend, path, harness)
@@ -235,3 +235,53 @@ def test_what_is_no_longer_possible_ends_with_the_reason(backend: Backend, path:
     assert finished.error is not None
     assert (finished.finish_reason, finished.error.code) == ("error", "too_long")
     crash(second)
+
+
+def lives(backend: Backend, path: Path, deadly: set[str], limit: int) -> tuple[Harness, int]:
+    """Daemons that die in every step with a deadly request; the one that gets to the end, and how many died."""
+    harness = first_daemon(backend, path)
+    submit_all(harness, seed=77)
+    for deaths in range(limit):
+        while not harness.engine.idle:
+            harness.turn()
+            plan = harness.engine._plan
+            names = {chunk.sequence.client_data.request.request_id for chunk in plan.chunks} if plan else set()
+            if deadly & names:
+                break
+            for sample in list(harness.engine._samples.values()):
+                harness.engine.pace.grant(sample.request, 3)
+        else:
+            return harness, deaths
+        crash(harness)
+        harness = next_daemon(backend, path, harness)
+    raise AssertionError("daemons die for ever")
+
+
+@pytest.mark.parametrize("deadly", [{"greedy"}, {"long"}, {"three", "stop"}])
+def test_a_request_that_kills_daemons_is_given_up_and_the_others_are_not(
+    backend: Backend, path: Path, undisturbed: dict[tuple[str, int], Any], deadly: set[str]
+) -> None:
+    harness, deaths = lives(backend, path, deadly, limit=12)
+    assert deaths <= 4 * len(deadly)
+    answers = finish(harness)
+    for (name, index), answer in undisturbed.items():
+        if name not in deadly:
+            assert answers[name, index] == answer, name
+        else:
+            error = harness.answers[name, index].finished.error  # type: ignore[union-attr]
+            assert error is not None
+            assert (error.code, "daemons in a row died" in error.message) == ("internal", True)
+    crash(harness)
+
+
+def test_what_gets_on_is_not_given_up(backend: Backend, path: Path) -> None:
+    """However often daemons die, as long as each gives a token, or gets further, or less far."""
+    harness = first_daemon(backend, path)
+    harness.submit(request_id="r", prompt=prompts(1, 100)[0], max_tokens=3, ignore_eos=True)
+    for life in range(9):
+        for _ in range(1 + life % 2):
+            harness.turn()
+        crash(harness)
+        harness = next_daemon(backend, path, harness)
+    assert finish(harness)["r", 0][4] == "length"
+    crash(harness)
