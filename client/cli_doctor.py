@@ -86,8 +86,7 @@ def examine(address: str | None, environ: Mapping[str, str]) -> Iterator[Finding
     try:
         found = resolve_address(address, environ)
     except KVPoolError as error:
-        advice = "start kvpoold, or set KVPOOL_ADDRESS to its socket"
-        yield Finding("address", False, str(error), advice)
+        yield Finding("address", False, str(error))
         found = candidate_addresses(environ)[0]
     else:
         yield Finding("address", True, str(found))

@@ -77,7 +77,7 @@ async def _greeting(pool: AsyncClient) -> str:
             return f"the model is {(await pool.connect()).model}"
     except (KVPoolError, TimeoutError) as error:
         why = str(error) or "the daemon does not answer yet"
-        return f"requests will wait for the daemon: {why}"
+        return f"it answers 503 until there is a daemon ({why})"
 
 
 async def _first_of(*choices: Coroutine[Any, Any, object]) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Timeout
+from kvpool.client import Timeout, cli_tools
+from kvpool.daemon import command
 from kvpool.daemon.__main__ import main
 from kvpool.daemon.config import Config
 from kvpool.daemon.logs import start_logging
@@ -131,3 +132,11 @@ def test_a_client_that_came_while_the_model_was_loading_is_served() -> None:
             assert client.generate("The sea", max_tokens=2).finish_reason == "length"
     finally:
         daemon.__exit__()
+
+
+def test_without_the_daemons_packages_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_tools, "REQUIRED", ("numpy", "no_such_package"))
+    assert command.main() == 1
+    assert capsys.readouterr().err == "kvpoold: needs no_such_package; install them with pip install 'kvpool[daemon]'\n"

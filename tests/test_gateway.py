@@ -367,7 +367,7 @@ def test_health_is_the_daemons(refusing: GatewayProcess) -> None:
 def test_a_daemon_that_comes_goes_and_comes_back(path: Path) -> None:
     asked = {"prompt": "a", "max_tokens": 3}
     with GatewayProcess(str(path)) as gateway:
-        assert "requests will wait for the daemon" in gateway.greeting
+        assert "it answers 503 until there is a daemon" in gateway.greeting
         for _ in range(2):
             for answer in (gateway.ask("/v1/completions", asked), gateway.ask("/health")):
                 assert (answer[0], answer[1]["error"]["code"]) == (503, "connection_lost")

@@ -1,0 +1,19 @@
+"""`kvpoold` as it is installed. Without the daemon's packages, which the client does not need, it says what to install."""
+
+from __future__ import annotations
+
+import sys
+
+from ..client.cli_tools import missing_packages
+
+
+def main() -> int:
+    """Run the daemon with the command line's arguments. Returns the exit code."""
+    if missing := missing_packages():
+        print(f"kvpoold: needs {', '.join(missing)}; install them with pip install 'kvpool[daemon]'", file=sys.stderr)
+        return 1
+    try:
+        from .__main__ import main as run
+    except KeyboardInterrupt:
+        return 130
+    return run()
