@@ -1,4 +1,4 @@
-"""`kvpoold` as it is installed. Without the daemon's packages, which the client does not need, it says what to install."""
+"""`kvpoold` as it is installed: without the daemon's packages it says what to install."""
 
 from __future__ import annotations
 
