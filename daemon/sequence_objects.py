@@ -260,9 +260,12 @@ class SequenceObjects:
                     self.close(found)
 
     def _let_linger(self, found: SequenceObject, until: float) -> None:
+        key = found.uid, found.name  # the timer holds no tokens: it may outlive them by long
+
         def expire() -> None:
-            if found.expires_at == until:  # nobody came back, and left again
-                self.close(found)
+            current = self._objects.get(key)
+            if current is not None and current.expires_at == until:  # nobody came back, and left again
+                self.close(current)
 
         found.expires_at = until
         self._timers.at(until, expire)
