@@ -109,6 +109,10 @@ class CudaBackend:
         )
         self._last = next(op for op in program.ops if isinstance(op, Logits))
         self._pool = CudaPool(self._device, shape, config.num_layers)
+        if fast:  # the vendor's library takes its own memory at its first product: now, and not in a step
+            zeros = self._workspace.scaled
+            self._device.multiply(element, zeros, zeros, zeros, (8, 8, 8), False)
+            self._device.synchronize()
         for i, make in enumerate(makers := [*self._program.kernels, block_copy.copy_blocks]):
             progress("compiling kernels", i / len(makers))
             self._device.prepare(make)
