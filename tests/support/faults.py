@@ -7,6 +7,7 @@ gone, as a kernel leaves them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -21,7 +22,8 @@ from pathlib import Path
 
 from kvpool.client import Client
 from kvpool.client.arena import BULK_TAIL, RING_AT, RING_TAIL
-from kvpool.client.protocol import Submit, encode
+from kvpool.client.errors import ProtocolError
+from kvpool.client.protocol import Submit, decode_client_message, encode
 from tests.support.arena_raw import ArenaRaw
 from tests.support.daemon_process import DaemonProcess
 from tests.support.raw_client import RawClient
@@ -151,10 +153,24 @@ def _process(work: Callable[[], None]) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
+def _garbage(chance: random.Random) -> Iterator[bytes]:
+    """Bytes that are no message: what is damaged and still one would be served, as it should be."""
+    valid = encode(Submit("r", prompt="The", params=LONG))
+    while True:
+        damaged = bytearray(valid)
+        damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        data = bytes(damaged) if chance.random() < 0.5 else chance.randbytes(100)
+        try:
+            decode_client_message(data)
+        except ProtocolError:
+            yield data
+
+
 @contextmanager
 def garbage_flood(daemon: DaemonProcess) -> Iterator[None]:
     """Bytes without sense, and messages with damage, by the thousand, over messages and lifeline."""
-    chance, valid = random.Random(4), encode(Submit("r", prompt="The", params=LONG))
+    chance = random.Random(4)
+    pieces = list(itertools.islice(_garbage(chance), 500))
 
     def flood() -> None:
         with RawClient(daemon.path, receive_hwm=10) as raw:
@@ -164,9 +180,7 @@ def garbage_flood(daemon: DaemonProcess) -> Iterator[None]:
         with RawClient(daemon.path, receive_hwm=10) as raw:
             raw.open()
             for _ in range(1000):
-                damaged = bytearray(valid)
-                damaged[chance.randrange(len(damaged))] = chance.randrange(256)
-                raw.send(bytes(damaged) if chance.random() < 0.5 else chance.randbytes(100))
+                raw.send(chance.choice(pieces))
                 time.sleep(0.001)
 
     with _process(flood):
