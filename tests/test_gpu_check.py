@@ -31,11 +31,11 @@ def test_goes_on_after_a_section_that_fails_and_says_so(
 def test_a_section_that_takes_too_long_is_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gpu_check.BUDGETS, "launches", 5)
-    monkeypatch.setattr(gpu_check, "GRACE_S", -4.99)
+    monkeypatch.setitem(gpu_check.BUDGETS, "launches", 0.6)
+    monkeypatch.setattr(gpu_check, "GRACE_S", -5.9)
     status, result, _ = check(tmp_path, capsys, "--sections", "launches")
     assert status == 1
-    assert result["failed"] == {"launches": "ended after 5 s"}
+    assert result["failed"] == {"launches": "ended after 6 s"}
 
 
 @pytest.mark.slow
