@@ -135,7 +135,7 @@ def _chunks(memory: Bytes) -> list[tuple[int, Bytes]]:
 def _digest(*parts: bytes | Bytes) -> bytes:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
-        digest.update(part)
+        digest.update(part if isinstance(part, bytes) else part.data)
     return digest.digest()
 
 
@@ -167,7 +167,8 @@ def _read(descriptor: int, name: str, memory: Bytes) -> bool:
 def _write(descriptor: int, name: str, memory: Bytes) -> None:
     chunks = _chunks(memory)
     digests = b"".join(_digest(part) for _, part in chunks)
-    for part in (*(part.data for _, part in chunks), digests, _seal(name, memory.nbytes, digests)):
+    parts: list[bytes | memoryview] = [*(part.data for _, part in chunks), digests, _seal(name, memory.nbytes, digests)]
+    for part in parts:
         left = memoryview(part)
         while left:
             left = left[os.write(descriptor, left) :]
