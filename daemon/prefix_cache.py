@@ -194,6 +194,15 @@ class PrefixCache:
                 self._add(block, _Entry(key, parent, tokens))
                 self.pool.set_kind(block, CACHED)
 
+    def findable(self, sequence: Sequence, count: int) -> list[int]:
+        """Where lookups find the sequence's first `count` blocks, which are full and computed: mostly in its own table.
+
+        Those that came from a snapshot were in no cache before.
+        """
+        self.insert(sequence, 0, count)
+        found = (self._find(sequence, index, tokens) for index, tokens in enumerate(self._pack(sequence, 0, count)))
+        return [own if block is None else block for own, block in zip(sequence.block_table, found, strict=False)]
+
     def publish(self, sequence: Sequence, num_tokens: int) -> int:
         """Let every tenant find the computed full blocks of the first `num_tokens` tokens; how many blocks that is.
 
@@ -201,7 +210,7 @@ class PrefixCache:
         """
         end = min(num_tokens, sequence.num_computed_tokens) // self.pool.block_size
         self._published = True
-        self._hash(sequence, end)
+        self.insert(sequence, 0, end)
         count = 0
         for index in range(end):
             key = sequence.public_hashes[index]

@@ -223,3 +223,32 @@ def test_all_owners_together_leave_room_for_the_longest_sequence(max_model_len: 
     assert pinned == scheduler.pins.num_blocks == most
     if max_model_len <= 160:
         submit(scheduler, prompt(max_model_len - 1, 99), 1)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_what_came_from_a_snapshot_is_found_once_it_is_pinned_or_published(published: bool) -> None:
+    scheduler, device = make(40, 4, caching=True)
+    made = sequence(prompt(20), 0, keep=True)
+    assert scheduler.add_restored(made, 20) is not None
+    for position, token in enumerate(made.token_ids):
+        device.memory[device.slot(made, position)] = (token, position)
+    if published:
+        assert scheduler.publish(made, 16) == 4
+    scheduler.pin(made, 16)
+    scheduler.finish(made, "cancelled")
+    again = submit(scheduler, [*prompt(20), 1], 1, uid=UID + published)
+    device.drain()
+    assert again.num_cached_tokens == 16
+    assert scheduler.pins.references() == dict.fromkeys(scheduler.pins.references(), 1)
+    scheduler.check_invariants()
+
+
+def test_a_pin_holds_the_copy_that_lookups_find() -> None:
+    """Two sequences computed the same at the same time; the cache knows one of them."""
+    scheduler, device = make(40, 4, caching=True)
+    first = submit(scheduler, prompt(16), 1, keep=True)
+    device.drain()
+    second = sequence(prompt(16), 0, keep=True)
+    assert scheduler.add_restored(second, 16) is not None
+    scheduler.pin(second, 16)
+    assert set(scheduler.pins.references()) == set(first.block_table[:4])
