@@ -1,6 +1,6 @@
 """Each CPU kernel against what the machine can do: arithmetic and memory bandwidth measured in the same run.
 
-    python -m bench.kernels [--threads N] [--repeats 15] [--dtypes bfloat16,float32] [--rows 1,4,16,32,128]
+    python -m bench.kernels [--threads N] [--repeats 15] [--dtypes bfloat16,int8,int4,...] [--rows 1,4,16,32,128]
                             [--shapes smollm2-135m,...] [--model smollm2-135m] [--only linear,attention,model]
 
 Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
@@ -34,6 +34,7 @@ from kvpool.model.weights import Float32, RawTensor
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # weights of one launch: far more than caches hold
+BYTES_EACH = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0625, "int4": 0.625}
 SHAPES = {  # hidden_size, intermediate_size, columns of the fused q, k and v
     "smollm2-135m": (576, 1536, 960),
     "qwen2.5-0.5b": (896, 4864, 1152),
@@ -97,7 +98,6 @@ def step(num_sequences: int, queries: int, context: int) -> StepBatch:
     positions = np.tile(np.arange(context - queries, context), num_sequences)
     rows = np.repeat(np.arange(num_sequences), queries)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    one = np.ones(num_sequences)
     return StepBatch(
         tokens=np.ones(len(rows), np.int32),
         positions=positions.astype(np.int32),
@@ -106,19 +106,25 @@ def step(num_sequences: int, queries: int, context: int) -> StepBatch:
         seq_lens=np.full(num_sequences, context, np.int32),
         block_tables=tables.astype(np.int32),
         logit_rows=np.arange(queries - 1, len(rows), queries, dtype=np.int32),
-        sampling=SamplingBatch(
-            temperature=np.zeros_like(one, np.float32),
-            top_k=np.zeros_like(one, np.int32),
-            top_p=one.astype(np.float32),
-            min_p=np.zeros_like(one, np.float32),
-            seeds=np.zeros_like(one, np.uint64),
-            counters=np.zeros_like(one, np.int64),
-            num_logprobs=np.full_like(one, -1, np.int32),
-            targets=np.full_like(one, -1, np.int32),
-            repetition_penalty=one.astype(np.float32),
-            presence_penalty=np.zeros_like(one, np.float32),
-            frequency_penalty=np.zeros_like(one, np.float32),
-        ),
+        sampling=greedy(num_sequences),
+    )
+
+
+def greedy(rows: int) -> SamplingBatch:
+    """The best token of each row, and its logprob."""
+    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    return SamplingBatch(
+        temperature=zeros,
+        top_k=zeros.astype(np.int32),
+        top_p=ones,
+        min_p=zeros,
+        seeds=zeros.astype(np.uint64),
+        counters=zeros.astype(np.int64),
+        num_logprobs=np.full(rows, -1, np.int32),
+        targets=np.full(rows, -1, np.int32),
+        repetition_penalty=ones,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
     )
 
 
@@ -156,16 +162,14 @@ class Bench:
 
     def linear(self, shape: str, dtype: str, rows: Sequence[int]) -> None:
         hidden, ffn, qkv = SHAPES[shape]
-        bytes_each = 2 if dtype == "bfloat16" else 4
         for name, columns, k in (("qkv", qkv, hidden), ("gate_up", 2 * ffn, hidden), ("down", hidden, ffn)):
-            size = columns * k * bytes_each
-            copies = max(1, -(-COLD_BYTES // size))
+            copies = max(1, -(-COLD_BYTES // int(columns * k * BYTES_EACH[dtype])))
             backend = self.backend(linear_program(columns, k, copies), dtype, max(rows), 1)
             backend.allocate_pool(-(-max(rows) // BLOCK_SIZE))
             for count in rows:
                 label = f"{shape} {name} {columns}x{k} {dtype} {count} rows"
                 work = 2.0 * columns * k * copies * count
-                self.report(label, backend, step(1, count, count), work, float(size * copies))
+                self.report(label, backend, step(1, count, count), work, float(backend.weights_bytes))
             backend.close()
 
     def attention(self, dtype: str) -> None:
@@ -191,7 +195,9 @@ class Bench:
             return
         start = time.perf_counter()
         limits = BackendLimits(BLOCK_SIZE, 128, 2048, 4096)
-        backend = CpuBackend(model.program, model.checkpoint, limits, dtype=dtype, threads=self.threads)
+        backend = CpuBackend(
+            model.program, model.checkpoint, limits, dtype=dtype, threads=self.threads, model_hash=model.model_hash
+        )
         print(f"{backend.description}: ready in {time.perf_counter() - start:.1f} s")
         values = sum(op.weight.rows * op.weight.cols for op in model.program.ops if isinstance(op, Linear | Logits))
         head = next(op.weight for op in model.program.ops if isinstance(op, Logits))
@@ -217,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--dtypes", default=",".join(BYTES_EACH))
     parser.add_argument("--rows", default="1,4,16,32,128")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--model", default="smollm2-135m")

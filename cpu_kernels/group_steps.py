@@ -7,7 +7,6 @@ weights of the same values give the same bits.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,17 +15,11 @@ from llvmlite import ir
 
 from .emit import BYTE, Values, loop
 from .groups import GROUP_FORMATS, GroupFormat
-from .isa import FORMAT_NAMES, host_features
-from .memory import INT64, POINTER, prefetch
+from .isa import FORMAT_NAMES, host_has_half
+from .memory import INT64, POINTER
 from .vectors import FLOATS, INTS, LANES, float_constant, int_constant, multiply_add, splat_value
 
-AHEAD = 2048  # bytes of its panel that a step asks for ahead of what it reads
 HALVES = ir.VectorType(ir.IntType(16), LANES)
-
-
-def host_has_half() -> bool:
-    """Whether float16 to float32 is an instruction."""
-    return "f16c" in host_features() or platform.machine() in ("aarch64", "arm64")
 
 
 def half_values(builder: Any, bits: Any) -> Any:
@@ -41,6 +34,22 @@ def half_values(builder: Any, bits: Any) -> Any:
     value = builder.bitcast(builder.select(is_small, builder.bitcast(small, INTS), shifted), INTS)
     sign = builder.shl(builder.and_(wide, int_constant(0x8000)), int_constant(16))
     return builder.bitcast(builder.or_(value, sign), FLOATS)
+
+
+class _LoadAgain(ir.instructions.LoadInstr):  # type: ignore[misc]
+    """A load that LLVM may not merge with an earlier one of the same place: L1 is near, and registers are few."""
+
+    def descr(self, buffer: Any) -> None:
+        parts: list[str] = []
+        super().descr(parts)
+        buffer.append("".join(parts).replace("load ", "load volatile ", 1))
+
+
+def _load_again(builder: Any, pointer: Any, kind: Any) -> Any:
+    load = _LoadAgain(builder.block, pointer, "", kind)
+    load.align = 4
+    builder._insert(load)
+    return load
 
 
 def _scales(builder: Any, group: GroupFormat, pointer: Any, offset: int) -> Any:
@@ -60,27 +69,28 @@ def group_weights(builder: Any, group: GroupFormat, pointer: Any) -> Iterator[An
         least = _scales(builder, group, pointer, group.codes_bytes + group.scale_bytes)
     else:
         least = builder.fmul(scale, float_constant(-(2.0 ** (group.bits - 1))))
+    with builder.goto_entry_block():
+        kept = builder.alloca(FLOATS)
+        kept.align = 64
+    builder.store(least, kept, align=64)
     mask, last = (1 << group.bits) - 1, 32 // group.bits - 1
     for place in range(last + 1):
         shift = group.bits * place
         scaled = scale if place in (0, last) else builder.fmul(scale, float_constant(2.0**-shift))
         for word in range(group.words):
-            raw = builder.load(builder.gep(pointer, [INT64(64 * word)], source_etype=BYTE), align=4, typ=INTS)
+            raw = _load_again(builder, builder.gep(pointer, [INT64(64 * word)], source_etype=BYTE), INTS)
             # The topmost code would set the sign where it lies.
             code = (
                 builder.lshr(raw, int_constant(shift))
                 if place == last
                 else builder.and_(raw, int_constant(mask << shift))
             )
-            yield multiply_add(builder, builder.sitofp(code, FLOATS), scaled, least)
+            yield multiply_add(builder, builder.sitofp(code, FLOATS), scaled, _load_again(builder, kept, FLOATS))
 
 
 def grouped_step(builder: Any, weight_format: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
-    """sums[r][p] += x[r, k] * w[p, k] for the k of one group; asks for what each panel holds further on."""
+    """sums[r][p] += x[r, k] * w[p, k] for the k of one group."""
     group = GROUP_FORMATS[weight_format]
-    for panel in panels:
-        for line in range(-(-group.bytes // 64)):
-            prefetch(builder, builder.gep(panel, [INT64(AHEAD + 64 * line)], source_etype=BYTE))
     for k, weights in enumerate(zip(*(group_weights(builder, group, panel) for panel in panels), strict=True)):
         out = []
         for row, x in zip(sums, xs, strict=True):

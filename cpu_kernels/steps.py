@@ -28,21 +28,21 @@ class Step:
     """How one step over k is computed. `emit(builder, sums, weights, xs, odd)` returns the new sums.
 
     `weights` are pointers to each panel's 16 lanes, `xs` pointers to each row's next activation, `sums[r][p]` vectors;
-    `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x. `asks`: it asks itself for
-    what it will read, and the tile need not.
+    `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x. `lines`: cache lines
+    of a panel that it reads, where the tile shall ask for those of the next panels one by one.
     """
 
     k_per_step: int
     x_bytes: int
     unroll: int
     emit: Callable[[Any, list[Values], Values, Values, bool], list[Values]]
-    asks: bool = False
+    lines: int = 0
 
 
 def step_of(weight_format: int) -> Step:
     if weight_format in GROUP_FORMATS:
-        size = GROUP_FORMATS[weight_format].size
-        return Step(size, 4 * size, 1, lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs), True)
+        size, lines = GROUP_FORMATS[weight_format].size, -(-GROUP_FORMATS[weight_format].bytes // 64)
+        return Step(size, 4 * size, 1, lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs), lines)
     return {
         FLOAT32: Step(1, 4, 4, _float32),
         BFLOAT16: Step(2, 8, 2, _bfloat16),

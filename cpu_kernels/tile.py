@@ -18,6 +18,7 @@ A tile repeats this for `groups` groups of panels, one behind the other. Meanwhi
 later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step of a segment (or of
 all blocks, where a block is one segment). In segment g of the group that starts with panel p it starts at
     ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward
+Where a step reads several lines of a panel, it asks for those lines of the next group of panels instead.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class _TileEmitter:
             start = builder.load(builder.inttoptr(entry, POINTER), align=8, typ=INT64)
             start = builder.add(start, builder.add(offset, builder.mul(a["panel_stride"], INT64(p))))
             panels.append(builder.inttoptr(start, POINTER))
+        following = [self.offset(panel, builder.mul(a["panel_stride"], INT64(self.width))) for panel in panels]
         steps = builder.sdiv(k, INT64(step.k_per_step)) if step.k_per_step > 1 else k
         unrolled = builder.sdiv(steps, INT64(step.unroll))
         rest = builder.sub(steps, builder.mul(unrolled, INT64(step.unroll)))
@@ -149,8 +151,7 @@ class _TileEmitter:
                 x_at, ahead, w_at, *flat = current
                 nested = self.nested(flat)
                 for _ in range(repeat):
-                    for p in range(0 if step.asks else self.width):
-                        prefetch(builder, builder.inttoptr(builder.add(ahead, INT64(64 * p)), POINTER))
+                    self.ask(ahead, [self.offset(panel, w_at) for panel in following])
                     weights = [self.offset(panel, w_at) for panel in panels]
                     xs = [self.offset(row, x_at) for row in self.x_rows]
                     nested = step.emit(builder, nested, weights, xs, half)
@@ -167,6 +168,15 @@ class _TileEmitter:
         if step.k_per_step == 2:
             carried = loop(builder, builder.and_(k, INT64(1)), carried, steps_body(1, half=True))
         return [*carried[:2], *carried[3:]]
+
+    def ask(self, ahead: Any, following: Values) -> None:
+        """Ask for what is read later: a line for each panel from `ahead` on, or all lines of a step of `following`."""
+        builder = self.builder
+        places = [self.offset(panel, INT64(64 * line)) for panel in following for line in range(self.step.lines)]
+        if not self.step.lines:
+            places = [builder.inttoptr(builder.add(ahead, INT64(64 * p)), POINTER) for p in range(self.width)]
+        for place in places:
+            prefetch(builder, place)
 
     def write(self, sums: list[Values], column: Any) -> None:
         """Add bias and what is there, where asked to, and store; `column` is the group's offset in bytes."""

@@ -77,7 +77,7 @@ class Config:
     dtype: str = option(
         "auto",
         choice("auto", "float32", "bfloat16", "float16", "int8", "int4"),
-        "how weights are held; auto: what the device reads fastest without changing the model's own precision",
+        "how weights are held; auto: a quantised file's own codes (CPU), else 16 bits; int8, int4: groups of 32",
     )
     kv_dtype: str = option(
         "auto", choice("auto", "float32", "bfloat16", "float16", "int8", "fp8"), "how keys and values are held"

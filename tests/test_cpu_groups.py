@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from gguf.quants import dequantize
 from kvpool.cpu_kernels import group_steps
 from kvpool.cpu_kernels.group_steps import unpack_name
 from kvpool.cpu_kernels.groups import GROUP_FORMATS, Codes, pack_codes
-from kvpool.cpu_kernels.isa import AVX2, AVX512, GROUPED, INT4, INT4_K, INT8, INT8_K, PLAIN, Isa
+from kvpool.cpu_kernels.isa import AVX2, AVX512, FLOAT32, FORMAT_NAMES, GROUPED, INT4, INT4_K, INT8, INT8_K, Isa
 from kvpool.cpu_kernels.machine_code import load_functions
-from kvpool.cpu_kernels.packing import from_bfloat16, panel_bytes, to_bfloat16
-from kvpool.cpu_kernels.tile import tile_names, tiles_module
+from kvpool.cpu_kernels.packing import from_bfloat16, panel_bytes, step_bytes, to_bfloat16
+from kvpool.cpu_kernels.tile import ARGUMENTS, tile_name, tile_names, tiles_module
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32
 from kvpool.model.cpu_backend import CpuBackend
@@ -178,6 +179,40 @@ def test_groups_of_another_size_are_refused() -> None:
         pack_codes(codes, INT8_K, np.zeros(panel_bytes(INT8_K, 32), np.uint8))
 
 
-@pytest.mark.parametrize("isa", [AVX2, AVX512, PLAIN], ids=lambda isa: isa.name)
-def test_tiles_of_every_register_file_exist(isa: Isa) -> None:
-    assert {f"tile_{name}_1x1" for name in ("int8", "int4", "int8_k", "int4_k")} <= set(tile_names(isa, GROUPED))
+@pytest.mark.parametrize(
+    ("isa", "weight_format"),
+    [*((AVX2, number) for number in GROUPED), (AVX512, INT4)],
+    ids=lambda value: FORMAT_NAMES[value] if isinstance(value, int) else value.name,
+)
+def test_tiles_give_the_bits_of_float32_panels(isa: Isa, weight_format: int) -> None:
+    """Every tile over two groups of panels, k = a chain of 128 and one of 32, against one float32 tile of one row."""
+    kind, cols = {INT8: "Q8_0", INT4: "Q4_1", INT8_K: "Q5_1", INT4_K: "Q4_1"}[weight_format], 160
+    widest, most = max(map(max, isa.tiles[weight_format])), len(isa.tiles[weight_format])
+    codes = gguf_codes(kind, random_blocks(kind, 32 * widest, cols))
+    if weight_format == INT4_K:
+        codes = widen(codes, INT4_K, INT4)
+    plain = unpacked(codes, weight_format).reshape(2 * widest, 16, cols).transpose(0, 2, 1).copy()
+    packed = np.zeros(2 * widest * panel_bytes(weight_format, cols), np.uint8)
+    pack_codes(codes, weight_format, packed)
+    x = np.random.default_rng(3).normal(size=(most, cols)).astype(np.float32)
+    addresses: dict[str, int] = {}
+    for number in (FLOAT32, weight_format):
+        addresses |= load_functions(partial(tiles_module, isa, [number]), tile_names(isa, [number]), None)
+
+    def product(number: int, rows: int, width: int, first_row: int, panels: np.ndarray) -> Float32:
+        out, table = np.zeros((rows, 32 * widest), np.float32), np.array([panels.ctypes.data], np.int64)
+        size = panel_bytes(number, cols)
+        given = dict.fromkeys(ARGUMENTS, 0) | {
+            "x": x[first_row:].ctypes.data, "x_stride": x.strides[0], "groups": 2 * widest // width,
+            "table": table.ctypes.data, "panel_stride": size, "blocks": 2, "block_stride": size * 128 // cols,
+            "segments": 1, "k": 128, "last_k": 32, "step_stride": step_bytes(number), "out": out.ctypes.data,
+            "out_stride": out.strides[0], "ahead_table": table.ctypes.data,
+        }  # fmt: skip
+        tile = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(ARGUMENTS))(addresses[tile_name(number, rows, width)])
+        tile(*(given[name] for name in ARGUMENTS))
+        return out
+
+    expected = np.concatenate([product(FLOAT32, 1, 1, row, plain) for row in range(most)])
+    for rows, widths in enumerate(isa.tiles[weight_format], start=1):
+        for width in widths:
+            assert same(product(weight_format, rows, width, 0, packed), expected[:rows])
