@@ -80,7 +80,9 @@ class Config:
         "how weights are held; auto: a quantised file's own codes (CPU), else 16 bits; int8, int4: groups of 32",
     )
     kv_dtype: str = option(
-        "auto", choice("auto", "float32", "bfloat16", "float16", "int8", "fp8"), "how keys and values are held"
+        "auto",
+        choice("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
+        "how keys and values are held; int8 has a scale per head and token, fp8 is for GPUs only",
     )
     products: str = option(
         "exact",
