@@ -6,7 +6,8 @@ A real daemon, and clients under uids of their own (which takes root). One sends
 the empty daemon, then while another uid keeps `--flood` long requests under way. `same uid` is what it would be without
 fairness among users: the short requests are then the flooder's own, so they stand in line behind its long ones. TTFT is
 the time from submit to the first token as the client reads it; with a flood it is at least the rest of the step that is
-under way, and a step of 64 rows, half of them prompts.
+under way, and a step of 64 rows, half of them prompts. `ahead` counts the tokens that everybody was given meanwhile: it
+says how far the line was jumped whatever else the machine does.
 
 Then one uid for each weight keeps 100 requests under way, and the tokens that each gets in the second half of the time
 (prompts included) are held against the weights.
@@ -37,6 +38,8 @@ SHORT_PROMPT, SHORT_ANSWER = 12, 4
 GIVE_UP_S = 30.0
 EQUAL_LOAD = 100
 STEP = ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--max-model-len", "512", "--pool-bytes", "512MiB"]
+
+Wait = tuple[float | None, int]
 
 dice = random.Random()
 
@@ -73,15 +76,16 @@ async def keep_busy(address: str, under_way: int, seconds: float) -> int:
     return served
 
 
-def ask_each_second(address: str, seconds: float) -> list[float | None]:
-    """Seconds to the first token of a short request each second; None where none came within GIVE_UP_S."""
-    waits: list[float | None] = []
+def ask_each_second(address: str, seconds: float) -> list[Wait]:
+    """A short request each second: seconds to its first token (None where none came within GIVE_UP_S), tokens ahead."""
+    waits: list[Wait] = []
     with Client(address, stream_timeout_s=2 * GIVE_UP_S) as pool:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            begin = time.monotonic()
+            before, begin = pool.stats()["tokens_generated_total"], time.monotonic()
             with pool.submit(prompt(SHORT_PROMPT), max_tokens=SHORT_ANSWER, deadline_s=GIVE_UP_S) as stream:
-                waits.append(time.monotonic() - begin if next(stream, None) is not None else None)
+                waited = time.monotonic() - begin if next(stream, None) is not None else None
+                waits.append((waited, pool.stats()["tokens_generated_total"] - before))
                 stream.result()
             time.sleep(max(0.0, begin + 1.0 - time.monotonic()))
     return waits
@@ -116,7 +120,7 @@ def client(role: str, uid: str, address: str, seconds: str, under_way: str) -> N
 # The measurement
 
 
-def waits_of(uid: int, address: str, seconds: float, flood: int) -> list[float | None]:
+def waits_of(uid: int, address: str, seconds: float, flood: int) -> list[Wait]:
     """TTFTs of short requests by `uid`, while FLOODER keeps so many long ones under way."""
     busy = start_client("busy", FLOODER, address, seconds + GIVE_UP_S, flood) if flood else None
     if busy is not None:
@@ -130,17 +134,17 @@ def waits_of(uid: int, address: str, seconds: float, flood: int) -> list[float |
         with Client(address) as pool:
             while pool.ps():
                 time.sleep(0.05)
-    waits: list[float | None] = json.loads(answer)
-    return waits
+    return [(waited, ahead) for waited, ahead in json.loads(answer)]
 
 
-def show_waits(name: str, waits: list[float | None], empty_p99: float | None = None) -> float:
+def show_waits(name: str, waits: list[Wait], empty_p99: float | None = None) -> float:
     """Print one line; the p99, infinite where requests were given up."""
-    known = sorted(float("inf") if wait is None else wait for wait in waits)
+    known = sorted(float("inf") if waited is None else waited for waited, _ in waits)
     p50, p99 = known[len(known) // 2], known[min(len(known) - 1, int(len(known) * 0.99))]
     shown = [f"{wait * 1e3:8.0f} ms" if wait < GIVE_UP_S else f"  > {GIVE_UP_S:.0f} s " for wait in (p50, p99)]
     factor = "" if empty_p99 is None else f"{p99 / empty_p99:9.1f}x" if p99 < GIVE_UP_S else "      none"
-    print(f"{name:34}{len(known):9}{shown[0]:>12}{shown[1]:>12}{factor}", flush=True)
+    ahead = statistics.median(tokens for _, tokens in waits)
+    print(f"{name:34}{len(known):9}{ahead:8.0f}{shown[0]:>12}{shown[1]:>12}{factor}", flush=True)
     return p99
 
 
@@ -154,7 +158,7 @@ def measure(options: argparse.Namespace) -> None:
         flags = ["--model", options.model, "--config", str(config), "--socket-mode", "0666", *STEP]
         with running_daemon(flags, directory) as (process, address):
             wait_until_ready(process, address, directory)
-            print(f"{'TTFT of short requests':34}{'requests':>9}{'p50':>12}{'p99':>12}{'of empty':>10}")
+            print(f"{'TTFT of short requests':34}{'requests':>9}{'ahead':>8}{'p50':>12}{'p99':>12}{'of empty':>10}")
             ask_each_second(address, 2.0)  # not the first ones of all
             empty = show_waits("empty daemon", waits_of(MODEST, address, options.seconds, 0))
             waits = waits_of(MODEST, address, options.seconds, options.flood)
