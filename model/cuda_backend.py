@@ -180,11 +180,13 @@ class CudaBackend:
         ahead, self._ahead = self._ahead, None
         size = self._limits.block_size
         if ahead is not None and is_same_step(ahead.batch, batch, size) and np.array_equal(batch.tokens, self._sampled):
-            flight = ahead
+            flight, forgotten = ahead, False
         else:
-            flight = self._start(batch, self._cuts(batch.sampling))
+            flight, forgotten = self._start(batch, self._cuts(batch.sampling)), ahead is not None
         self._flight = flight
         self._device.notify(flight.reached, self._event)
+        if forgotten:
+            return  # the card may still be at it, and with it at the other copy of the staging memory
         if self._ahead_wanted and self._bucket(batch, cuts := self._cuts(batch.sampling)):
             after = following(batch, size, self._limits.max_model_len)
             if after is not None:

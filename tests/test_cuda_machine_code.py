@@ -84,7 +84,7 @@ KERNELS: dict[str, Build] = {
     "paged_prefill 80": prefill(Shape(7, 1, 80, 8, "float16")),
     "paged_prefill 96": prefill(Shape(6, 2, 96, 64, "bfloat16")),
     "paged_prefill 128": prefill(Shape(32, 8, 128, 16, "bfloat16")),
-    "paged_prefill 256": prefill(Shape(3, 1, 256, 32, "bfloat16")),
+    "paged_prefill 256": prefill(Shape(3, 1, 256, 32, "float16")),
 }
 
 # Between these and the ones always run lie no decisions: the same code with other constants.
@@ -99,6 +99,7 @@ SLOW = {
     "quantised_matmul int8 64",
     "paged_decode 80",
     "paged_decode 128",
+    "paged_decode 128 wide",
     "8-bit paged_decode int8",
     "paged_prefill 80",
     "paged_prefill 96",

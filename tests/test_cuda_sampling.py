@@ -74,7 +74,7 @@ def awkward_rows(random: np.random.Generator, rows: int, vocab_size: int) -> Flo
     return logits.astype(np.float32)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 31, 1000])
+@pytest.mark.parametrize("vocab_size", [1, pytest.param(31, marks=pytest.mark.slow), 1000])
 def test_draws_the_cpus_token_whatever_the_row_and_the_limits(vocab_size: int) -> None:
     random = fresh(vocab_size)
     rows = 14
