@@ -181,7 +181,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=16, help="with --model: all lengths are divided by this")
     parser.add_argument("--pool-sequences", type=int, default=4, help="with --model: the pool's size")
     parser.add_argument("--pool-gib", type=float, default=8.0, help="the pool's size in the simulation")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, help="tokens (16; 2 with --model, as lengths are shorter there)")
     parser.add_argument("--max-model-len", type=int, default=0, help="0: 2048 for synthetic lengths, 8192 for a trace")
     parser.add_argument("--max-num-seqs", type=int, help="default 512; 64 with --model")
     parser.add_argument("--max-num-batched-tokens", type=int, help="default 2048; 256 with --model")
@@ -189,6 +189,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="write a plot; with several traces the trace's name is appended")
     options = parser.parse_args(arguments)
     options.scale = options.scale if options.model else 1
+    options.block_size = options.block_size or (2 if options.model else 16)
     options.requests = options.requests or (40 if options.model else 1000)
     options.max_model_len = (options.max_model_len or (8192 if options.trace else 2048)) // options.scale
     options.max_num_seqs = options.max_num_seqs or (64 if options.model else 512)
