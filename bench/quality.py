@@ -1,11 +1,15 @@
-"""What narrow weights, keys and values cost in quality: logprobs and greedy tokens beside reference completions.
+"""What each format of weights, and of keys and values, costs in quality, and what it gives in speed and memory.
 
-    python -m bench.quality [--model smollm2-135m] [--gold tests/gold/smollm2-135m.json] [--weights float32,bfloat16]
-                            [--kv float32,bfloat16,float16,int8]
+    python -m bench.quality [--model smollm2-135m] [--gold tests/gold/smollm2-135m.json] [--text FILE] [--tokens 4096]
+                            [--weights float32,bfloat16,auto,int8,int4] [--kv float32,bfloat16,float16,int8]
+                            [--repeats 15]
 
-Every case's prompt and completion go through the model at once (by the guarantee of equal bits, that is what generating
-gives), and each position of the completion is compared with what Transformers computed in float32: the logprobs of its
-three best tokens, and whether the same token is the best. `nll`: the mean negative logprob of the reference's tokens.
+Against reference completions (`cases`, each with `prompt_ids`, `completion_ids`, `top3_logprobs`: for every token the
+best three [id, natural log]): how often the reference's token is the best one here, given the reference's tokens before
+it (by the guarantee of equal bits, one step over all tokens gives what generating gives); and how far the logprobs of
+its best three are off. On a fixed text, cut into windows of 512 tokens: the perplexity
+over all tokens but each window's first. The text is FILE, or the language reference that Python's own `help` shows.
+Speed is that of whole decode steps of 1 and of 32 sequences at 192 tokens of context, the median of `repeats`.
 """
 
 from __future__ import annotations
@@ -13,99 +17,159 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bench.kernels import BLOCK_SIZE, step
 from kvpool.model.backend import BackendLimits
-from kvpool.model.batch import Float32, SamplingBatch, StepBatch
+from kvpool.model.batch import StepResult
 from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.host import usable_cpus
 from kvpool.model.loading import LoadedModel, load_model
 
-MAX_TOKENS = 1024
+from .kernels import BLOCK_SIZE, greedy, step
+
+WINDOW = 512
+SEQUENCES, CONTEXT = 32, 192
+LIMITS = BackendLimits(BLOCK_SIZE, SEQUENCES, 1024, 1024)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Quality:
-    """One pair of formats over all cases."""
+    """One format against the reference. Differences are of natural logarithms."""
 
-    block_bytes: int
-    differences: Float32  # |logprob - reference|, of the three best tokens of each position
-    agreed: int
-    positions: int
-    nll: float
-
-    def row(self, weights: str, kv: str) -> str:
-        d, kv_bytes = self.differences, self.block_bytes / BLOCK_SIZE
-        differences = f"{d.mean():>12.5f}{np.quantile(d, 0.99):>10.4f}{d.max():>10.4f}"
-        agreement = f"{self.agreed / self.positions:>10.2%}{self.nll:>10.5f}"
-        return f"{weights:<10}{kv:<10}{kv_bytes:>10,.0f}{differences}{agreement}"
+    agreement: float
+    differences: NDArray[np.float64]
+    perplexity: float
 
 
-def completion_step(case: dict[str, Any]) -> StepBatch:
-    """Prompt and completion as one chunk, with logits for the positions that predict the completion."""
-    tokens = [*case["prompt_ids"], *case["completion_ids"][:-1]]
-    batch, rows = step(1, len(tokens), len(tokens)), len(case["completion_ids"])
-    batch.tokens = np.array(tokens, dtype=np.int32)
-    batch.logit_rows = np.arange(len(tokens) - rows, len(tokens), dtype=np.int32)
-    per_row = [field.name for field in fields(SamplingBatch) if field.default_factory is MISSING]
-    batch.sampling = SamplingBatch(**{name: np.repeat(getattr(batch.sampling, name), rows) for name in per_row})
-    batch.want_logits = True
-    return batch
+def run(
+    backend: CpuBackend, tokens: Sequence[int], rows: Sequence[int], targets: Sequence[int] | None = None
+) -> StepResult:
+    """All tokens of one sequence in one step: logits of some rows, or only the logprobs of `targets` there."""
+    sampling = greedy(len(rows))
+    if targets is not None:
+        sampling = replace(sampling, targets=np.asarray(targets, np.int32))
+    batch = replace(
+        step(1, len(tokens), len(tokens)),
+        tokens=np.asarray(tokens, np.int32),
+        logit_rows=np.asarray(rows, np.int32),
+        sampling=sampling,
+        want_logits=targets is None,
+    )
+    backend.launch(batch)
+    return backend.collect()
 
 
-def logprobs(backend: CpuBackend, case: dict[str, Any]) -> Float32:
-    """(completion tokens, vocab_size) natural logarithms."""
-    backend.launch(completion_step(case))
-    logits = backend.collect().logits
-    if logits is None:
-        raise RuntimeError("the back end returned no logits")
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    result: Float32 = shifted - np.log(np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)).astype(np.float32)
-    return result
-
-
-def measure(model: LoadedModel, cases: list[dict[str, Any]], weights: str, kv: str) -> Quality:
-    limits = BackendLimits(BLOCK_SIZE, 64, MAX_TOKENS, MAX_TOKENS)
-    backend = CpuBackend(model.program, model.checkpoint, limits, dtype=weights, kv_dtype=kv)
-    backend.allocate_pool(MAX_TOKENS // BLOCK_SIZE)
+def against_reference(backend: CpuBackend, cases: Sequence[dict[str, Any]]) -> tuple[float, NDArray[np.float64]]:
+    """Share of tokens that agree, and all differences of logprobs."""
+    agree: list[bool] = []
     differences: list[float] = []
-    chosen: list[float] = []
-    agreed = 0
     for case in cases:
-        rows = logprobs(backend, case)
-        agreed += int((rows.argmax(axis=1) == case["completion_ids"]).sum())
-        chosen += rows[np.arange(len(rows)), case["completion_ids"]].tolist()
-        for row, best in zip(rows, case["top3_logprobs"], strict=True):
-            differences += [abs(float(row[token]) - logprob) for token, logprob in best]
+        prompt, completion = case["prompt_ids"], case["completion_ids"]
+        rows = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        logits = run(backend, [*prompt, *completion[:-1]], rows).logits
+        if logits is None:
+            raise RuntimeError("the back end returned no logits")
+        wide = logits.astype(np.float64)
+        logprobs = wide - np.log(np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+        logprobs -= wide.max(axis=1, keepdims=True)
+        agree += (logits.argmax(axis=1) == completion).tolist()
+        for row, best in zip(logprobs, case["top3_logprobs"], strict=True):
+            differences += [abs(row[token] - logprob) for token, logprob in best]
+    return float(np.mean(agree)), np.asarray(differences)
+
+
+def perplexity(backend: CpuBackend, tokens: Sequence[int]) -> float:
+    total, count = 0.0, 0
+    for start in range(0, len(tokens), WINDOW):
+        window = tokens[start : start + WINDOW]
+        if len(window) < 2:
+            break
+        result = run(backend, window, range(len(window) - 1), window[1:])
+        total, count = total + float(result.logprobs.astype(np.float64).sum()), count + len(window) - 1
+    return float(np.exp(-total / count))
+
+
+def tokens_per_second(backend: CpuBackend, sequences: int, repeats: int) -> float:
+    batch, times = step(sequences, 1, CONTEXT), []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        backend.launch(batch)
+        backend.collect()
+        times.append(time.perf_counter() - start)
+    return sequences / statistics.median(times[1:])
+
+
+def built_in_text() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def measure(backend: CpuBackend, cases: Sequence[dict[str, Any]], text: Sequence[int]) -> Quality:
+    return Quality(*against_reference(backend, cases), perplexity(backend, text))
+
+
+def report(
+    model: LoadedModel, weights: str, kv: str, cases: Sequence[dict[str, Any]], text: Sequence[int], repeats: int
+) -> None:
+    """One line of the table, or why there is none."""
+    try:
+        backend = CpuBackend(
+            model.program, model.checkpoint, LIMITS, dtype=weights, kv_dtype=kv, model_hash=model.model_hash
+        )
+    except ValueError as error:
+        print(f"{weights:<10} {kv:<10} {error}")
+        return
+    backend.allocate_pool(SEQUENCES * CONTEXT // BLOCK_SIZE)
+    found = measure(backend, cases, text)
+    speeds = [tokens_per_second(backend, sequences, repeats) for sequences in (1, SEQUENCES)]
+    differences = found.differences
+    print(
+        f"{weights:<10} {kv:<10} {backend.weights_bytes / 2**20:7.1f} {backend.block_bytes / BLOCK_SIZE:9,.0f} "
+        f"{found.agreement:8.2%} {differences.mean():9.5f} {np.quantile(differences, 0.99):8.4f} "
+        f"{differences.max():8.4f} {found.perplexity:10.4f} "
+        f"{speeds[0]:8.1f} {speeds[1]:8.1f}",
+        flush=True,
+    )
     backend.close()
-    return Quality(backend.block_bytes, np.array(differences, np.float32), agreed, len(chosen), -float(np.mean(chosen)))
-
-
-def pairs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    for weights in options.weights.split(","):
-        for kv in options.kv.split(","):
-            yield weights, kv
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--gold", type=Path, default=Path("tests/gold/smollm2-135m.json"))
-    parser.add_argument("--weights", default="float32,bfloat16")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--weights", default="float32,bfloat16,auto,int8,int4")
     parser.add_argument("--kv", default="float32,bfloat16,float16,int8")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
+    model = load_model(options.model)
+    text = options.text.read_text(encoding="utf-8") if options.text else built_in_text()
+    tokens = model.tokenizer.encode(text[: 16 * options.tokens], special=False)[: options.tokens]
+    cases = json.loads(options.gold.read_text())["cases"]
     print("python -m bench.quality " + shlex.join(sys.argv[1:]))
-    model, cases = load_model(options.model), json.loads(options.gold.read_text())["cases"]
-    print(f"{'':<20}{'KV bytes':>10}{'|difference of logprobs|':>32}{'greedy':>10}")
-    print(f"{'weights':<10}{'KV':<10}{'a token':>10}{'mean':>12}{'p99':>10}{'most':>10}{'agrees':>10}{'nll':>10}")
-    for weights, kv in pairs(options):
-        print(measure(model, cases, weights, kv).row(weights, kv), flush=True)
+    print(
+        f"{model.name}, {usable_cpus()} threads, {len(cases)} reference completions, perplexity of {len(tokens)} tokens"
+    )
+    print(
+        f"{'':<21}{'weights':>8}{'KV bytes':>10}{'greedy':>9}{'|difference of logprobs|':>28}{'perplexity':>11}", end=""
+    )
+    print(f"{'tokens/s of':>16}")
+    print(f"{'weights':<11}{'KV':<10}{'MiB':>8}{'a token':>10}{'agrees':>9}{'mean':>10}{'p99':>9}{'most':>9}", end="")
+    print(f"{'':>11}{'1':>8}{SEQUENCES:>8}")
+    for weights in options.weights.split(","):
+        for kv in options.kv.split(","):
+            report(model, weights, kv, cases, tokens, options.repeats)
     return 0
 
 

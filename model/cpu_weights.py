@@ -14,7 +14,7 @@ from ..cpu_kernels.packing import round_up
 from .backend import Progress
 from .cpu_memory import Bytes, Layout, map_bytes
 from .program import Embed, Linear, Logits, Program, Weight
-from .quantised import GGUF, gguf_codes, nearest_codes, widen
+from .quantised import GGUF, gguf_codes, joined, nearest_codes, widen
 from .weight_cache import WeightCache, cache_name
 from .weights import Checkpoint, check_weight, load_weight
 
@@ -67,12 +67,7 @@ def load_codes(checkpoint: Checkpoint, weight: Weight, weight_format: int) -> Co
             parts.append(codes if held == weight_format else widen(codes, weight_format, held))
         else:
             parts.append(nearest_codes(checkpoint.load(name).reshape(-1, weight.cols), weight_format))
-    least = [part.least for part in parts if part.least is not None]
-    return Codes(
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.scale for part in parts]),
-        np.concatenate(least) if least else None,
-    )
+    return joined(parts)
 
 
 @dataclass(slots=True)

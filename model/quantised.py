@@ -6,7 +6,7 @@ The codes are those of `cpu_kernels.groups`: w = scale * code + least with code 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,22 @@ def gguf_codes(kind: str, data: NDArray[np.uint8]) -> Codes:
 
 def nearest_codes(values: NDArray[np.float32], weight_format: int) -> Codes:
     """The nearest codes of a float32 matrix (N, K), K whole groups: INT8 around zero, INT4 from least to largest."""
+    rows = max(1, (1 << 20) // values.shape[1])  # of about 4 MiB, so that temporaries stay small
+    parts = [_nearest(values[first : first + rows], weight_format) for first in range(0, len(values), rows)]
+    return joined(parts)
+
+
+def joined(parts: Sequence[Codes]) -> Codes:
+    """Matrices of one format, one below the other."""
+    least = [part.least for part in parts if part.least is not None]
+    return Codes(
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.scale for part in parts]),
+        np.concatenate(least) if least else None,
+    )
+
+
+def _nearest(values: NDArray[np.float32], weight_format: int) -> Codes:
     group = GROUP_FORMATS[weight_format]
     groups = values.reshape(len(values), 1, -1, group.size)
     if not group.has_least:
