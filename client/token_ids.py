@@ -22,7 +22,7 @@ def pack_token_ids(token_ids: Sequence[int] | NDArray[Any]) -> bytes:
         if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
             raise Mismatch(f"must be a one-dimensional array of integers, not {token_ids.ndim}-d {token_ids.dtype}")
         _check_range(token_ids)
-        return token_ids.astype(WIRE_INT32).tobytes()
+        return token_ids.astype(WIRE_INT32, copy=False).tobytes()
     for position, token_id in enumerate(token_ids):
         if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer):
             raise Mismatch(f"must be an integer, not {type(token_id).__name__}", f"[{position}]")

@@ -19,6 +19,7 @@ from kvpool.client.errors import ProtocolError
 from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.requests import Options, make_generate
 from kvpool.client.sampling_params import SamplingParams
+from kvpool.cpu_kernels.isa import host_has_half
 from kvpool.cuda_kernels.layout import AttentionShape
 from kvpool.model.backend import BackendLimits
 from kvpool.model.cpu_backend import CpuBackend
@@ -248,18 +249,21 @@ def test_pieces_of_what_lies_on_the_device_or_the_host(tmp_path: Path, swapped: 
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 7])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_of_the_cpu_as_numbers(dtype: str, block_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kv", "tolerance"), [("float32", 1e-4), ("bfloat16", 2e-2), ("float16", 1e-2), ("int8", 5e-2)]
+)
+def test_blocks_of_the_cpu_as_numbers(kv: str, tolerance: float, block_size: int, tmp_path: Path) -> None:
+    if kv == "float16" and not host_has_half():
+        pytest.skip("this processor has no float16")
     model = load_model(write_tiny_model(tmp_path, "llama", head_dim=24, num_key_value_heads=3, num_attention_heads=3))
     limits = BackendLimits(block_size, 4, 64, 64)
-    backend = CpuBackend(model.program, model.checkpoint, limits, dtype="float32", kv_dtype=dtype, threads=1)
+    backend = CpuBackend(model.program, model.checkpoint, limits, dtype="float32", kv_dtype=kv, threads=1)
     backend.allocate_pool(16)
     tokens, table = PROMPT[:21], [3, 9, 1, 7, 4, 2]
     run_step(backend, [Piece(tokens, 0, table)], block_size)
     numbers = backend.keys_values(backend.read_blocks(table[: -(-21 // block_size)]))
     backend.close()
     found = numbers.transpose(1, 2, 0, 3, 4, 5).reshape(2, 2, -1, 3, 24)[:, :, :21]
-    tolerance = 1e-4 if dtype == "float32" else 2e-2
     np.testing.assert_allclose(found, forward(model, tokens), rtol=tolerance, atol=tolerance)
 
 
