@@ -190,11 +190,12 @@ class RemoteTransport(Transport):
         return came
 
 
+KEYS_DIFFER = "only one side works with keys (set server_key and key_file), or the daemon's is another than server_key"
 _REFUSALS: dict[int, str] = {
     zmq.EVENT_CLOSED: "no daemon listens there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the daemon does not know this client's key; add it to its authorised_keys",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no daemon that works without keys; set server_key and key_file",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the daemon has another key than server_key, or works without keys",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: KEYS_DIFFER,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: KEYS_DIFFER,
 }
 
 

@@ -132,7 +132,7 @@ def messages(pool: Client) -> int:
     ("name", "server", "message"),
     [
         ("stranger", "server", "does not know this client's key"),
-        ("alice", "stranger", "another key than server_key"),
+        ("alice", "stranger", "the daemon's is another than server_key"),
         ("", "", "set server_key and key_file"),
     ],
 )
