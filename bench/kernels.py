@@ -2,12 +2,14 @@
 
     python -m bench.kernels [--threads N] [--repeats 15] [--dtypes bfloat16,int8,int4,...] [--rows 1,4,16,32,128]
                             [--shapes smollm2-135m,...] [--model smollm2-135m] [--only linear,attention,model]
+                            [--kv float32,bfloat16,float16,int8] [--clock wall|cpu]
 
 Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
 operation on weights, or keys and values, of its own, so that nothing comes out of a cache that would not in a model.
 The two columns of percentages are shares of the float32 multiply-adds and of the read bandwidth that this process
 measured just before; the larger of the two says how close to the roof a kernel is. With other work on the machine the
-figures mean little: compare best and median.
+figures mean little: compare best and median. On a busy machine `--clock cpu --threads 1` says what a thread takes while
+it has a processor, and formats can be compared with each other, though not with the roof.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,10 +93,12 @@ def attention_program(heads: int, kv_heads: int, head_dim: int, layers: int) -> 
     return finish(record, heads * head_dim)
 
 
-def step(num_sequences: int, queries: int, context: int) -> StepBatch:
-    """`num_sequences` sequences in scattered blocks, each with its last `queries` tokens in the step."""
+def step(num_sequences: int, queries: int, context: int, shared: int = 0) -> StepBatch:
+    """`num_sequences` sequences in scattered blocks, each with its last `queries` tokens in the step; the first
+    `shared` tokens of all of them lie in the same blocks."""
     blocks = -(-context // BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(num_sequences * blocks).reshape(num_sequences, blocks)
+    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE]
     positions = np.tile(np.arange(context - queries, context), num_sequences)
     rows = np.repeat(np.arange(num_sequences), queries)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -134,6 +138,7 @@ class Bench:
 
     threads: int
     repeats: int
+    clock: Callable[[], float] = time.perf_counter
     flops: float = 0.0
     read_bytes: float = 0.0
 
@@ -142,18 +147,18 @@ class Bench:
         self.flops, self.read_bytes = roofline.flops(), roofline.read_bytes()
         print(f"roof: {self.flops / 1e9:.0f} GFLOP/s in float32, {self.read_bytes / 1e9:.1f} GB/s read")
 
-    def backend(self, program: Program, dtype: str, rows: int, sequences: int) -> CpuBackend:
+    def backend(self, program: Program, dtype: str, rows: int, sequences: int, kv_dtype: str = "auto") -> CpuBackend:
         limits = BackendLimits(BLOCK_SIZE, max(sequences, 1), max(rows, 1), 8192)
-        return CpuBackend(program, Filled(program), limits, dtype=dtype, threads=self.threads)
+        return CpuBackend(program, Filled(program), limits, dtype=dtype, kv_dtype=kv_dtype, threads=self.threads)
 
     def report(self, name: str, backend: CpuBackend, batch: StepBatch, flops: float, read: float) -> None:
         """Median and best time of a step, and the shares of the roof that the best one reached."""
         times = []
         for _ in range(self.repeats + 1):
-            start = time.perf_counter()
+            start = self.clock()
             backend.launch(batch)
             backend.collect()
-            times.append(time.perf_counter() - start)
+            times.append(self.clock() - start)
         median, best = statistics.median(times[1:]), min(times[1:])
         print(
             f"{name:<44} {median * 1e3:9.2f} ms  best {best * 1e3:9.2f}  {flops / best / 1e9:7.1f} GFLOP/s "
@@ -172,17 +177,26 @@ class Bench:
                 self.report(label, backend, step(1, count, count), work, float(backend.weights_bytes))
             backend.close()
 
-    def attention(self, dtype: str) -> None:
-        """SmolLM2-135M's heads (9 queries, 3 KV, 64 wide), 30 layers; queries x context of each sequence."""
+    def attention(self, kv_dtype: str) -> None:
+        """SmolLM2-135M's heads (9 queries, 3 KV, 64 wide), 30 layers; queries x context of each sequence. What
+        sequences share counts as read once for each."""
         heads, kv_heads, head_dim, layers = 9, 3, 64, 30
         program = attention_program(heads, kv_heads, head_dim, layers)
-        for sequences, queries, context in ((32, 1, 192), (64, 1, 600), (1, 1, 8192), (1, 512, 512), (1, 512, 4096)):
-            backend = self.backend(program, dtype, sequences * queries, sequences)
-            batch = step(sequences, queries, context)
+        for sequences, queries, context, shared in (
+            (32, 1, 192, 0),
+            (64, 1, 600, 0),
+            (64, 1, 600, 512),
+            (1, 1, 8192, 0),
+            (1, 512, 512, 0),
+            (1, 512, 4096, 0),
+        ):
+            backend = self.backend(program, "float32", sequences * queries, sequences, kv_dtype)
+            batch = step(sequences, queries, context, shared)
             backend.allocate_pool(batch.block_tables.size)
             pairs = sequences * sum(context - queries + i + 1 for i in range(queries))
             read = sequences * context * backend.block_bytes / BLOCK_SIZE
-            label = f"attention {sequences} x {queries} of {context} {dtype}"
+            common = f", {shared} shared," if shared else ""
+            label = f"attention {sequences} x {queries} of {context}{common} {kv_dtype} KV"
             self.report(label, backend, batch, 4.0 * pairs * heads * head_dim * layers, read)
             backend.close()
 
@@ -224,23 +238,31 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=usable_cpus())
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dtypes", default=",".join(BYTES_EACH))
+    parser.add_argument("--kv", default="float32,bfloat16,float16,int8")
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: time of the processors, all threads"
+    )
     parser.add_argument("--rows", default="1,4,16,32,128")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--only", default="linear,attention,model")
     options = parser.parse_args()
     bench = Bench(options.threads, options.repeats)
+    if options.clock == "cpu":
+        bench.clock = time.process_time
     print(f"python -m bench.kernels --threads {options.threads} --repeats {options.repeats}")
     rows = [int(count) for count in options.rows.split(",")]
-    for dtype in options.dtypes.split(","):
+    for dtype in options.dtypes.split(",") if {"linear", "model"} & set(options.only.split(",")) else []:
         bench.measure_roof()
         if "linear" in options.only:
             for shape in options.shapes.split(","):
                 bench.linear(shape, dtype, rows)
-        if "attention" in options.only:
-            bench.attention(dtype)
         if "model" in options.only:
             bench.model(options.model, dtype)
+    if "attention" in options.only:
+        bench.measure_roof()
+        for kv_dtype in options.kv.split(","):
+            bench.attention(kv_dtype)
     return 0
 
 

@@ -43,9 +43,11 @@ from .plan import (
     NUM_SPLITS,
     PARTIAL,
     SEQUENCE,
+    SHARED_SPLITS,
     SPLIT,
     TILE_ROWS,
     UNIT_BYTES,
+    prefix_address,
 )
 from .product import product
 from .rounding import round_columns, rounded_stride
@@ -66,6 +68,11 @@ def tile_rows(queries_per_kv_head: int) -> int:
 
 def partial_bytes(queries_per_kv_head: int, head_width: int) -> int:
     return -(-tile_rows(queries_per_kv_head) * (head_width + 2) * 4 // 64) * 64
+
+
+def prefix_bytes(queries_per_kv_head: int, head_width: int) -> int:
+    """A partial of one token's queries."""
+    return -(-queries_per_kv_head * (head_width + 2) * 4 // 64) * 64
 
 
 def scratch_bytes(queries_per_kv_head: int, head_width: int) -> int:
@@ -290,7 +297,7 @@ def find_next(row: int, state: int, unit: int, split: int, tables: int) -> int:
         if number >= word(state, t.NUM_UNITS):
             return 0
         unit = word(state, t.UNITS) + number * UNIT_BYTES
-        split = word(unit, FIRST_SPLIT)
+        split = max(word(unit, FIRST_SPLIT), word(unit, SHARED_SPLITS))
     low, high = seen_range(row, unit, split)
     if low >= high or word(state, t.BLOCK_SIZE) & 15:
         return 0
@@ -346,6 +353,35 @@ def attend_split(row: int, state: int, unit: int, split: int, queries: int, scra
     )  # fmt: skip
 
 
+@kernel
+def copy_partial(source: int, source_rows: int, first: int, target: int, rows: int, head_width: int) -> None:
+    """Copy `rows` rows of a partial of `source_rows`, from row `first` on, to a partial of `rows`."""
+    for i in range(0, 4 * rows * head_width, 64):
+        store(target + i, load(source + first * head_width * 4 + i))
+    for column in range(head_width, head_width + 2):  # maxima and sums
+        for r in range(rows):
+            value = load_f32(source + (source_rows * column + first + r) * 4)
+            store_f32(target + (rows * column + r) * 4, value)
+
+
+def attend_shared(row: int, state: int, number: int, thread: int) -> None:
+    """Run a unit that several sequences share, and leave each its own part of the result."""
+    unit = word(state, t.SHARED_UNITS) + number * UNIT_BYTES
+    scratch = word(state, t.SCRATCH) + thread * word(state, t.SCRATCH_BYTES)
+    head_width, size = word(state, t.HEAD_WIDTH), word(state, t.PARTIAL_BYTES)
+    group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
+    rows = word(unit, NUM_QUERIES) * group
+    queries, running, part = scratch, scratch + rows * head_width * 4, scratch + rows * head_width * 4 + size
+    gather_queries(row, state, unit, queries)
+    clear(running, rows, head_width)
+    for split in range(word(unit, LAST_SPLIT)):
+        attend_split(row, state, unit, split, queries, part + size, part)
+        merge(running, part, rows, head_width)
+    for member in range(word(unit, NUM_QUERIES)):
+        target = prefix_address(state, word(unit, SEQUENCE) + member, word(unit, KV_HEAD))
+        copy_partial(running, rows, member * group, target, group, head_width)
+
+
 def attend(row: int, state: int, number: int, thread: int) -> None:
     """Run unit `number` of the plan. The thread that delivers the last split of a divided tile merges them all."""
     unit = word(state, t.UNITS) + number * UNIT_BYTES
@@ -357,7 +393,13 @@ def attend(row: int, state: int, number: int, thread: int) -> None:
     clear(running, rows, head_width)
     splits, slots = word(unit, NUM_SPLITS), word(unit, PARTIAL)
     divided = word(unit, LAST_SPLIT) - word(unit, FIRST_SPLIT) < splits
-    for split in range(word(unit, FIRST_SPLIT), word(unit, LAST_SPLIT)):
+    first = word(unit, FIRST_SPLIT)
+    if word(unit, SHARED_SPLITS) and not word(row, t.WINDOW):
+        first = word(unit, SHARED_SPLITS)
+        copy_partial(
+            prefix_address(state, word(unit, SEQUENCE), word(unit, KV_HEAD)), rows, 0, running, rows, head_width
+        )
+    for split in range(first, word(unit, LAST_SPLIT)):
         target = slots + split * size if divided else part
         attend_split(row, state, unit, split, queries, part + size, target)
         if not divided:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import table as t
-from .attention import attend
+from .attention import attend, attend_shared
 from .jit import kernel
 from .linear import linear, linear_units
 from .memory import (
@@ -46,6 +46,7 @@ OPERATIONS: dict[int, Operation] = {
     t.RMS_NORM: rms_norm,
     t.LINEAR: linear,
     t.ROPE_KV_WRITE: rope_kv_write,
+    t.SHARED_ATTENTION: attend_shared,
     t.ATTENTION: attend,
     t.ACTIVATION: gated_activation,
     t.SELECT_ROWS: select_rows,
@@ -61,6 +62,8 @@ def units_of(row: int, state: int) -> int:
         return 1
     if opcode == t.LINEAR:
         return linear_units(row, state)
+    if opcode == t.SHARED_ATTENTION:  # a window may begin behind what is shared
+        return 0 if word(row, t.WINDOW) else word(state, t.NUM_SHARED_UNITS)
     if opcode == t.ATTENTION:
         return word(state, t.NUM_UNITS)
     rows = rows_of(row, state)

@@ -15,7 +15,7 @@ from .memory import INT64, POINTER
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
-PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, ATTENTION, ACTIVATION, SELECT_ROWS, SAMPLE = range(9)
+PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, SHARED_ATTENTION, ATTENTION, ACTIVATION, SELECT_ROWS, SAMPLE = range(10)
 
 # fmt: off
 (
@@ -67,6 +67,8 @@ SILU, GELU_TANH = 0, 1
     KV_FORMAT, KV_PAIR, KV_LANE_BYTES, KV_SCALES_BYTES,  # see `kv_formats.KvFormat`
     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_WIDTH,  # HEAD_WIDTH: HEAD_DIM filled up to whole panels
     UNITS, NUM_UNITS,        # the attention plan of this step
+    SHARED_UNITS, NUM_SHARED_UNITS,  # its units for several sequences at once
+    PREFIXES, PREFIX_BYTES,  # what those found, for each sequence and KV head
     PARTIALS, PARTIAL_BYTES, ARRIVALS,
     VOCAB_SIZE, SAMPLING_SCRATCH, SAMPLING_FLOATS,  # per thread: float32 of scratch
     # From here on the words of one step, which are written together:
@@ -76,9 +78,9 @@ SILU, GELU_TANH = 0, 1
     TOP_WIDTH,               # columns of the top lists
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(53)
+) = range(57)
 # fmt: on
-STATE_WORDS = 104
+STATE_WORDS = 112
 
 # Per operation two counters, a cache line each: the next unit to claim, and the units done. The high half of each is
 # the number of the step.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..cpu_kernels import packing
 from ..cpu_kernels import table as t
-from ..cpu_kernels.attention import partial_bytes, scratch_bytes
+from ..cpu_kernels.attention import partial_bytes, prefix_bytes, scratch_bytes
 from ..cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT
 from ..cpu_kernels.kv_formats import KvFormat
 from ..cpu_kernels.linear import BLOCK_ROWS, STRETCH
@@ -138,6 +138,7 @@ class Workspace:
         divided_tiles = 4 * num_threads
         max_splits = -(-limits.max_model_len // SPLIT)
         self.partial_bytes = partial_bytes(group, head_width)
+        self.prefix_bytes = prefix_bytes(group, head_width)
         self.scratch_bytes = round_up(scratch_bytes(group, head_width), 64)
         self.sampling_floats = scratch_floats(config.vocab_size)
         longest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
@@ -150,6 +151,8 @@ class Workspace:
                 max_units * UNIT_BYTES,
                 divided_tiles * max_splits * self.partial_bytes,
                 divided_tiles * 8,
+                limits.max_num_seqs * config.num_kv_heads * UNIT_BYTES,
+                limits.max_num_seqs * config.num_kv_heads * self.prefix_bytes,
                 num_threads * self.scratch_bytes,
                 num_threads * self.sampling_floats * 4,
                 num_threads * self.linear_bytes,
@@ -159,7 +162,8 @@ class Workspace:
         start = self.memory.ctypes.data
         self.addresses = {name: start + offset for name, offset in offsets.items()}
         self.rounded = {name: start + offset for name, offset in copies.items()}
-        self.units, self.partials, self.arrivals, *scratch = (start + part for part in parts)
+        self.units, self.partials, self.arrivals, *shared = (start + part for part in parts)
+        self.shared_units, self.prefixes, *scratch = shared
         self.scratch, self.sampling_scratch, self.linear_scratch = scratch
         self.ropes: dict[Rope, tuple[int, int]] = {}
         for rope, size, (cos, sin) in zip(ropes, table_bytes, rope_offsets, strict=True):
@@ -214,7 +218,8 @@ class OperationTable:
                 self._rows.append(self._rope_kv_write(op))
             case PagedAttention():
                 words = self._input(op.qkv) | self._output(op.out) | {t.LAYER: op.layer}
-                self._rows.append({t.OPCODE: t.ATTENTION, t.SCALAR: float_bits(op.scale), t.WINDOW: op.window} | words)
+                words |= {t.SCALAR: float_bits(op.scale), t.WINDOW: op.window}
+                self._rows += [{t.OPCODE: opcode} | words for opcode in (t.SHARED_ATTENTION, t.ATTENTION)]
             case GatedActivation():
                 words = self._input(op.gate_up) | self._output(op.out) | {t.KIND: KINDS[op.kind]}
                 self._rows.append({t.OPCODE: t.ACTIVATION} | words)

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from kvpool.cpu_kernels.table import NUM_SHARED_UNITS
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32
 from kvpool.model.cpu_backend import CpuBackend
@@ -133,6 +134,35 @@ def test_shared_prefix_and_copied_blocks(backend: CpuBackend, request: pytest.Fi
     assert result.logits is not None
     for part in np.split(result.logits, 4):
         assert same(part, reference(dtype)[320:400])
+
+
+@pytest.mark.parametrize("backend", [*DTYPES, ("bfloat16", 8), ("float32", 5)], indirect=True)
+@pytest.mark.parametrize("num_shared", [255, 256, 540])
+def test_decodes_that_share_a_beginning(backend: CpuBackend, num_shared: int, request: pytest.FixtureRequest) -> None:
+    """More of them than share a tile, of different lengths, with strangers between; alone, each gives the same bits.
+
+    One layer of the model looks back 90 tokens only.
+    """
+    kind = request.node.callspec.params["backend"]
+    dtype, block_size = kind if isinstance(kind, tuple) else (kind, 16)
+    own = table(0, block_size)
+    run_step(backend, [Piece(TOKENS[:560], 0, own)], block_size)
+    shared = num_shared // block_size
+    decodes = []
+    for number in range(11):
+        blocks = (
+            own[:shared] + table(number + 1, block_size)[shared:] if number % 4 != 3 else table(12 + number, block_size)
+        )
+        length = 545 + number
+        start = shared * block_size if number % 4 != 3 else 0
+        run_step(backend, [Piece(TOKENS[start:length], start, blocks)], block_size)
+        decodes.append(Piece(TOKENS[length : length + 1], length, blocks))
+    decodes = [piece for number, piece in enumerate(decodes) if number not in (3, 7)] + [decodes[3], decodes[7]]
+    together = run_step(backend, decodes, block_size)
+    assert together.logits is not None
+    assert (backend._state[NUM_SHARED_UNITS] > 0) == (shared * block_size >= 256)  # else this tests nothing
+    for row, piece in enumerate(decodes):
+        assert same(together.logits[row], reference(dtype)[piece.start])
 
 
 @pytest.mark.parametrize("backend", DTYPES, indirect=True)
