@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # the tests' helpers are no part of the package
 from kvpool.client import Client  # noqa: E402
 from tests.support.daemon_process import DaemonProcess  # noqa: E402
 
-TOKENS = 400
-FIELDS = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "window": None}
+TOKENS = 200
+FIELDS = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "window": None, "want_text": False}
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "prefix_cache": "off"}
 
 

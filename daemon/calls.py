@@ -258,7 +258,7 @@ def _row(clients: Clients, sequence: Sequence, name: str, session: object, since
         "num_output_tokens": sequence.num_output_tokens,
         "max_tokens": sequence.max_tokens,
         "num_blocks": sequence.num_blocks,
-        "blocks": pack_token_ids(sequence.live_blocks()),
+        "blocks": np.asarray(sequence.live_blocks(), dtype="<i4").tobytes(),
         "priority": sequence.priority,
         "preemptions": sequence.preemptions,
         "ttft_s": None,

@@ -1,6 +1,6 @@
 """The pool map for administrators who watch it: written into shared memory, only while somebody has it mapped.
 
-It is written at most ten times a second, and seldom enough that writing takes at most a fiftieth of the daemon's time.
+It is written at most four times a second, and seldom enough that writing takes at most a fiftieth of the daemon's time.
 Other users ask with `map`, which hides from them whose the blocks of others are.
 """
 
@@ -15,7 +15,7 @@ from ..client.map_segment import MapLayout, MapWriter
 from .sessions import Session
 from .timers import Timers
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.25
 COST_SHARE = 50
 DETAILS_BASE_BYTES, DETAILS_BYTES_PER_BLOCK = 2**20, 8
 """Some two thousand rows, and the tables of blocks, each of which may stand in several."""
