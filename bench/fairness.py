@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from bench.service import running_daemon, wait_until_ready
-from kvpool.client import AsyncClient, Client
+from kvpool.client import AsyncClient, Client, Timeout
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOODER, MODEST = 30_001, 30_002
@@ -79,14 +79,19 @@ async def keep_busy(address: str, under_way: int, seconds: float) -> int:
 def ask_each_second(address: str, seconds: float) -> list[Wait]:
     """A short request each second: seconds to its first token (None where none came within GIVE_UP_S), tokens ahead."""
     waits: list[Wait] = []
-    with Client(address, stream_timeout_s=2 * GIVE_UP_S) as pool:
+    with Client(address, stream_timeout_s=GIVE_UP_S) as pool:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             before, begin = pool.stats()["tokens_generated_total"], time.monotonic()
-            with pool.submit(prompt(SHORT_PROMPT), max_tokens=SHORT_ANSWER, deadline_s=GIVE_UP_S) as stream:
-                waited = time.monotonic() - begin if next(stream, None) is not None else None
+            with pool.submit(prompt(SHORT_PROMPT), max_tokens=SHORT_ANSWER, ignore_eos=True) as stream:
+                try:
+                    next(stream)
+                    waited: float | None = time.monotonic() - begin
+                except Timeout:
+                    waited = None
                 waits.append((waited, pool.stats()["tokens_generated_total"] - before))
-                stream.result()
+                if waited is not None:
+                    stream.result()
             time.sleep(max(0.0, begin + 1.0 - time.monotonic()))
     return waits
 

@@ -28,6 +28,7 @@ class Intake:
             return
         missing = [(s.uid, s.num_tokens - s.num_computed_tokens) for s in self._roster.running]
         rows, prompting = sum(count for _, count in missing), {uid for uid, count in missing if count > 1}
+        self._roster.queue.note_served(self._roster.running, now)
         scan = QueueScan(self._roster.queue, now, limits.ageing_s, self._residency.served)
         while (sequence := scan.best()) is not None:
             if rows >= limits.max_num_batched_tokens and not self._goes_before(sequence.uid, prompting):

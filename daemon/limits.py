@@ -36,7 +36,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int = 512  # rows in one step
     max_model_len: int = 8192  # tokens of a sequence, prompt and output
     max_queued: int = 1024  # sequences waiting, of all owners
-    ageing_s: float = 10.0  # a waiting sequence becomes one class more urgent after each
+    ageing_s: float = 10.0  # after each, who waits and has nothing running in the class is one class more urgent
     defaults: OwnerLimits = OwnerLimits()
     owners: Mapping[int, OwnerLimits] = field(default_factory=dict)  # by uid
 

@@ -1,6 +1,7 @@
 """Sequences that wait for a place in the step, and the order in which they are looked at.
 
-Order: the most urgent class first (priority, one class more after each `ageing_s` of waiting, so that nothing starves);
+Order: the most urgent class first (priority, one class more after each `ageing_s` in which an owner waits and nothing
+of it runs in that class: so nothing starves, and a flood that is being served does not grow more urgent than others);
 within a class the owner with the lowest virtual counter; within an owner whoever is due first. A sequence is due at its
 deadline, and one without a deadline a minute after it came, so among those it is first come, first served; a preempted
 one came before those that never ran, and stands ahead of them by itself.
@@ -9,7 +10,7 @@ one came before those that never ran, and stands ahead of them by itself.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
 from .sequence import Sequence
@@ -30,6 +31,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.lines: dict[tuple[int, int], list[Sequence]] = {}
+        self.served_at: dict[tuple[int, int], float] = {}  # when the owner last had something running in the class
         self._of_uid: dict[int, int] = {}
         self._length = 0
 
@@ -43,6 +45,11 @@ class WaitingQueue:
     def of_uid(self, uid: int) -> int:
         """How many sequences of `uid` wait."""
         return self._of_uid.get(uid, 0)
+
+    def note_served(self, running: Iterable[Sequence], now: float) -> None:
+        """These run now: their owners' lines do not age."""
+        known = {key: at for key, at in self.served_at.items() if key in self.lines}
+        self.served_at = known | {(sequence.priority, sequence.uid): now for sequence in running}
 
     def add(self, sequence: Sequence) -> None:
         insort(self.lines.setdefault((sequence.priority, sequence.uid), []), sequence, key=_BY_TIME)
@@ -73,13 +80,14 @@ class QueueScan:
     def __init__(
         self, queue: WaitingQueue, now: float, ageing_s: float, served: Callable[[int], tuple[float, float]]
     ) -> None:
-        self._now, self._ageing_s, self._served = now, ageing_s, served
+        self._now, self._ageing_s, self._served, self._served_at = now, ageing_s, served, queue.served_at
         self._lines = {key: list(line) for key, line in queue.lines.items()}  # as they are now, whoever comes or goes
         self._index = dict.fromkeys(self._lines, 0)  # sequences passed over at the head of each line
 
     def aged(self, sequence: Sequence) -> int:
         """Classes that it has won by waiting so far."""
-        return int(max(0.0, self._now - sequence.queued_since) / self._ageing_s)
+        since = max(sequence.queued_since, self._served_at.get((sequence.priority, sequence.uid), 0.0))
+        return int(max(0.0, self._now - since) / self._ageing_s)
 
     def best(self) -> Sequence | None:
         """The sequence to look at now; None when all were passed over."""

@@ -221,3 +221,24 @@ def test_deadlines_of_sequences_that_ended_are_forgotten() -> None:
     device.step()
     assert device.step(1e6)[1] == [kept]
     assert kept.finish_reason == "deadline"
+
+
+def test_a_flood_does_not_age_while_it_is_served() -> None:
+    """Hundreds of steps in which the flood's line hardly moves, longer than `ageing_s`: others still go first."""
+    scheduler, device = make(2000, 4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=400, ageing_s=10.0)
+    for salt in range(100):
+        submit(scheduler, prompt(60, salt), 200, uid=ALICE)
+    now = 0.0
+    for turn in range(40):
+        for _ in range(5):
+            now += 1.0
+            device.step(now)
+        made = submit(scheduler, prompt(12, 1000 + turn), 4, uid=BOB, arrival=now)
+        for _ in range(2):
+            now += 1.0
+            device.step(now)
+        assert made.num_output_tokens, turn
+        while not made.finished:
+            now += 1.0
+            device.step(now)
+    scheduler.check_invariants()
