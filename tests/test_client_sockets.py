@@ -275,13 +275,13 @@ def test_every_waiting_thread_hears_of_the_death(path: Path, doomed: ForkProcess
 
 
 def test_a_new_daemon_is_used_after_the_old_one_died(path: Path, doomed: ForkProcess) -> None:
+    """By the next call: an idle client notices no restart."""
     with Client(str(path)) as pool:
         assert pool.connect().epoch == 1
         doomed.kill()
         doomed.join()
         with FakeDaemon(path, count_up, epoch=2):
-            with pytest.raises(ConnectionLost):
-                pool.stats()
+            pool.stats()
             assert pool.connect().epoch == 2
             assert pool.generate("x", max_tokens=2).text == " t0 t1"
 
