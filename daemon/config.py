@@ -121,7 +121,7 @@ class Config:
     ageing_s: float = option(
         10.0,
         number(0.1, 86_400.0, "SECONDS"),
-        "a waiting sequence becomes one priority class more urgent after each",
+        "a user who waits and has nothing running in a priority class is one class more urgent after each",
         reloadable=True,
     )
     max_clients: int = option(1024, whole(1, 65_536), "client sessions at once", reloadable=True)
