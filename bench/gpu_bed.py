@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.model.batch import Float32
-from kvpool.model.cuda_device import CudaDevice, CupyDevice
+from kvpool.model.cuda.device import CudaDevice, CupyDevice
 from kvpool.model.program import Program
 from kvpool.model.weights import RawTensor
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.gpu_sections import Ask, Row
 from kvpool.client import Client, SamplingParams
-from kvpool.client.errors import KVPoolError
+from kvpool.client.wire.errors import KVPoolError
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_TESTS = ("rows", "kv_write", "matmul", "quantised", "decode", "prefill", "sampling", "backend")

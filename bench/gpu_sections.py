@@ -24,10 +24,10 @@ from kvpool.cuda_kernels.layout import AttentionShape
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import StepBatch
 from kvpool.model.config import ModelConfig
-from kvpool.model.cuda_attention import Attention, AttentionBuffers
-from kvpool.model.cuda_backend import CudaBackend
-from kvpool.model.cuda_flight import following
-from kvpool.model.cuda_staging import Mirror
+from kvpool.model.cuda.attention import Attention, AttentionBuffers
+from kvpool.model.cuda.backend import CudaBackend
+from kvpool.model.cuda.flight import following
+from kvpool.model.cuda.staging import Mirror
 from kvpool.model.families import build_program
 from kvpool.model.program import Linear, Logits
 

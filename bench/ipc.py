@@ -36,8 +36,11 @@ import zmq
 from numpy.typing import NDArray
 
 from kvpool.client import Client
-from kvpool.client.arena import ARENA, Arena
-from kvpool.client.protocol import (
+from kvpool.client.arena.arena import ARENA, Arena
+from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller
+from kvpool.client.sampling_params import SamplingParams
+from kvpool.client.stream import Stream
+from kvpool.client.wire.protocol import (
     Accepted,
     Finished,
     Goodbye,
@@ -50,18 +53,15 @@ from kvpool.client.protocol import (
     decode_client_message,
     unpack_token_ids,
 )
-from kvpool.client.regions import BulkReader, BulkWriter, Teller
-from kvpool.client.sampling_params import SamplingParams
-from kvpool.client.stream import Stream
-from kvpool.daemon.arenas import layout_for
-from kvpool.daemon.config import Config
-from kvpool.daemon.delivery import Delivery, parcels_of
-from kvpool.daemon.endpoint import open_endpoint
-from kvpool.daemon.engine import Engine, Output
-from kvpool.daemon.parcels import Sent
-from kvpool.daemon.prompt_rows import Rows
-from kvpool.daemon.request import Request
-from kvpool.daemon.sessions import Peer, Session, Sessions
+from kvpool.daemon.engine.engine import Engine, Output
+from kvpool.daemon.engine.prompt_rows import Rows
+from kvpool.daemon.engine.request import Request
+from kvpool.daemon.serving.arenas import layout_for
+from kvpool.daemon.serving.delivery import Delivery, parcels_of
+from kvpool.daemon.serving.endpoint import open_endpoint
+from kvpool.daemon.serving.parcels import Sent
+from kvpool.daemon.serving.sessions import Peer, Session, Sessions
+from kvpool.daemon.settings.config import Config
 
 VOCAB_SIZE = 49_152
 LIMITS = ServerLimits(4 << 20, 131_072, VOCAB_SIZE, 16, 1024, 64)

@@ -27,7 +27,7 @@ from kvpool.cpu_kernels.roofline import Roofline
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import SamplingBatch, StepBatch
 from kvpool.model.config import ModelConfig
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.errors import ModelError
 from kvpool.model.host import usable_cpus
 from kvpool.model.loading import load_model

@@ -29,10 +29,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.limits import SchedulerLimits
-from kvpool.daemon.reservation import Reservation
-from kvpool.daemon.scheduler import Scheduler
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.memory.reservation import Reservation
+from kvpool.daemon.scheduling.limits import SchedulerLimits
+from kvpool.daemon.scheduling.scheduler import Scheduler
 from kvpool.model.backend import BackendLimits
 from kvpool.model.loading import load_model
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.daemon.host_pool import PreemptionCosts
-from kvpool.daemon.request import Sample
-from kvpool.daemon.sequence import Sequence
-from kvpool.daemon.step_plan import StepPlan
-from kvpool.daemon.step_runner import StepRunner
+from kvpool.daemon.engine.request import Sample
+from kvpool.daemon.engine.step_runner import StepRunner
+from kvpool.daemon.memory.host_pool import PreemptionCosts
+from kvpool.daemon.memory.sequence import Sequence
+from kvpool.daemon.scheduling.step_plan import StepPlan
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 
 from .rig import make_request
 

@@ -23,10 +23,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.block_tables import BlockTables
-from kvpool.daemon.prefix_cache import Hit, PrefixCache
-from kvpool.daemon.sequence import Sequence
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.memory.block_tables import BlockTables
+from kvpool.daemon.memory.prefix_cache import Hit, PrefixCache
+from kvpool.daemon.memory.sequence import Sequence
 
 UID = 1000
 SIZES = (1_000, 2_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import StepResult
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.host import usable_cpus
 from kvpool.model.loading import LoadedModel, load_model
 

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.engine import Engine
-from kvpool.daemon.limits import SchedulerLimits
-from kvpool.daemon.metrics import Metrics
-from kvpool.daemon.request import Request
-from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.step_runner import StepRunner
+from kvpool.daemon.engine.engine import Engine
+from kvpool.daemon.engine.metrics import Metrics
+from kvpool.daemon.engine.request import Request
+from kvpool.daemon.engine.step_runner import StepRunner
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.scheduling.limits import SchedulerLimits
+from kvpool.daemon.scheduling.scheduler import Scheduler
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 
 UID = 1000

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench.kernels import BLOCK_SIZE, step
 from kvpool.cpu_kernels.roofline import Roofline
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.host import usable_cpus
 from kvpool.model.loading import LoadedModel, load_model
 from kvpool.model.program import Linear, Logits

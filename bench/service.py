@@ -32,7 +32,7 @@ from typing import Any
 
 from bench.load import LoadClient, Served, fork_client, read_trace
 from kvpool.client import Client
-from kvpool.client.figures import show_duration
+from kvpool.client.cli.figures import show_duration
 
 PAUSE_S = 1.0  # between two looks at the daemon
 START_LIMIT_S = 300.0

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel, load_model
 
 from .rig import Rig, cpu_backend, make_request

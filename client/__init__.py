@@ -3,7 +3,11 @@
 from .aio import AsyncClient, AsyncSequence
 from .aio_stream import AsyncStream
 from .client import Client, Sequence
-from .errors import (
+from .keys_values import SequenceKV
+from .results import Output, Result, TokenEvent
+from .sampling_params import SamplingParams
+from .stream import Stream
+from .wire.errors import (
     Busy,
     Cancelled,
     ConnectionLost,
@@ -22,11 +26,7 @@ from .errors import (
     TooLong,
     Unsupported,
 )
-from .keys_values import SequenceKV
-from .messages import ChatMessage, Usage
-from .results import Output, Result, TokenEvent
-from .sampling_params import SamplingParams
-from .stream import Stream
+from .wire.messages import ChatMessage, Usage
 
 __all__ = [
     "AsyncClient",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .curve import KEY_FILE_NAME, SERVER_KEY_NAME, ClientKeys, client_keys
-from .errors import ConnectionLost, InvalidArgument
 from .lifeline import LIFELINE_SUFFIX
+from .wire.errors import ConnectionLost, InvalidArgument
 
 ENVIRONMENT_NAME = "KVPOOL_ADDRESS"
 SYSTEM_SOCKET = Path("/run/kvpool/kvpool.sock")

@@ -14,10 +14,9 @@ from . import calls
 from .address import Whereabouts
 from .aio_connection import AsyncConnection
 from .aio_stream import AsyncStream
+from .arena.pool_map import PoolMap
 from .calls import Question
 from .keys_values import KVPieces, SequenceKV
-from .messages import Generate, Submit, Welcome
-from .pool_map import PoolMap
 from .requests import (
     DEFAULT_RECONNECT_S,
     DEFAULT_WINDOW,
@@ -33,6 +32,7 @@ from .requests import (
 from .results import Result, stack_embeddings
 from .sampling_params import SamplingParams
 from .trace import Recording
+from .wire.messages import Generate, Submit, Welcome
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .address import Whereabouts
-from .bell import hush
+from .arena.bell import hush
 from .connection import RETRY_S
 from .core import Core, State
-from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
-from .messages import Welcome
 from .stream_state import StreamState
 from .transport import Transport, open_transport
+from .wire.errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
+from .wire.messages import Welcome
 
 T = TypeVar("T")
 

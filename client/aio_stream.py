@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .aio_connection import AsyncConnection
 from .core import EndOfStream
-from .errors import KVPoolError, Timeout
 from .results import Result, TokenEvent
 from .stream_state import StreamState
+from .wire.errors import KVPoolError, Timeout
 
 
 class AsyncStream:

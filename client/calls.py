@@ -12,9 +12,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ProtocolError
+from .arena.pool_map import PoolMap, rows_of
 from .keys_values import KVPiece
-from .messages import (
+from .requests import Prompt, split_prompt
+from .wire.errors import ProtocolError
+from .wire.messages import (
     Append,
     AttachSequence,
     Call,
@@ -28,9 +30,7 @@ from .messages import (
     Share,
     Truncate,
 )
-from .pool_map import PoolMap, rows_of
-from .requests import Prompt, split_prompt
-from .token_ids import pack_token_ids, unpack_token_ids
+from .wire.token_ids import pack_token_ids, unpack_token_ids
 
 T = TypeVar("T")
 

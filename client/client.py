@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from . import calls
 from .address import Whereabouts
+from .arena.pool_map import PoolMap
 from .calls import Question
 from .connection import Connection
 from .keys_values import KVPieces, SequenceKV
-from .messages import Welcome
-from .pool_map import PoolMap
 from .requests import (
     DEFAULT_RECONNECT_S,
     DEFAULT_WINDOW,
@@ -33,6 +32,7 @@ from .results import Result, stack_embeddings
 from .sampling_params import SamplingParams
 from .stream import Stream
 from .trace import Recording
+from .wire.messages import Welcome
 
 T = TypeVar("T")
 

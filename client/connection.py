@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from .address import Whereabouts
-from .bell import hush
+from .arena.bell import hush
 from .core import Core, State
-from .errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
 from .forking import after_fork_in_child
-from .messages import Welcome
 from .stream_state import StreamState
 from .transport import Transport, open_transport
+from .wire.errors import ConnectionLost, KVPoolError, ProtocolError, Timeout
+from .wire.messages import Welcome
 
 RETRY_S = 0.1
 """Between attempts to reconnect for requests that wait."""

@@ -19,9 +19,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from .arena import ARENA, supported
-from .codec import decode_daemon_message, encode, encode_checked
-from .errors import (
+from .arena.arena import ARENA, supported
+from .arena.descriptors import SharedMemory
+from .lifeline import Frame, FrameKind, FrameReader, encode_frame
+from .prompt_rows import array_of
+from .results import TokenEvent
+from .stream_state import StreamState
+from .wire.codec import decode_daemon_message, encode, encode_checked
+from .wire.errors import (
     ConnectionLost,
     InvalidArgument,
     KVPoolError,
@@ -31,8 +36,7 @@ from .errors import (
     Unsupported,
     from_code,
 )
-from .lifeline import Frame, FrameKind, FrameReader, encode_frame
-from .messages import (
+from .wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
     Cancel,
@@ -51,10 +55,6 @@ from .messages import (
     Tokens,
     Welcome,
 )
-from .prompt_rows import array_of
-from .results import TokenEvent
-from .shared_memory import SharedMemory
-from .stream_state import StreamState
 
 
 class State(Enum):

@@ -16,7 +16,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from .errors import InvalidArgument
+from .wire.errors import InvalidArgument
 
 SERVER_KEY_NAME = "KVPOOL_SERVER_KEY"
 KEY_FILE_NAME = "KVPOOL_KEY_FILE"

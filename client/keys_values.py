@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import Busy, ProtocolError
+from .wire.errors import Busy, ProtocolError
 
 MAX_SIZE = 2**31
 MAX_NUMBER = 2**63

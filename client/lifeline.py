@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from .errors import ConnectionLost, ProtocolError
+from .wire.errors import ConnectionLost, ProtocolError
 
 LIFELINE_SUFFIX = ".life"
 MAGIC = b"KVL1"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ProtocolError
-from .messages import ROW_KINDS, Rows
+from .wire.errors import ProtocolError
+from .wire.messages import ROW_KINDS, Rows
 
 Array = NDArray[Any]
 

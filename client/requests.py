@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import InvalidArgument, TooLong
-from .messages import ChatMessage, Generate, ServerLimits, Submit
 from .sampling_params import SamplingParams
-from .schema import Mismatch
-from .token_ids import ITEM_BYTES, pack_token_ids, unpack_token_ids
+from .wire.errors import InvalidArgument, TooLong
+from .wire.messages import ChatMessage, Generate, ServerLimits, Submit
+from .wire.schema import Mismatch
+from .wire.token_ids import ITEM_BYTES, pack_token_ids, unpack_token_ids
 
 Chat = Sequence[ChatMessage | Mapping[str, str]]
 Prompt = str | Sequence[int] | NDArray[Any] | Chat

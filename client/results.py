@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ConnectionLost, KVPoolError
-from .messages import Usage
+from .wire.errors import ConnectionLost, KVPoolError
+from .wire.messages import Usage
 
 TAIL_TOKEN_ID = -1
 """`token_id` of an event that brings only text: what was held back when a sequence was cut short."""

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from .errors import InvalidArgument
-from .schema import Flag, Integer, ListOf, Mismatch, Optional, Real, Spec, Text, record_of, refuse
-from .token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
+from .wire.errors import InvalidArgument
+from .wire.schema import Flag, Integer, ListOf, Mismatch, Optional, Real, Spec, Text, record_of, refuse
+from .wire.token_ids import PackedTokenIds, pack_token_ids, unpack_token_ids
 
 DEFAULT_MAX_TOKENS = 128
 MAX_TOKENS = 2**31 - 1

@@ -6,11 +6,11 @@ import os
 import weakref
 from dataclasses import replace
 
-from .arena import Arena
-from .messages import Generate, Submit
-from .regions import BulkReader, UploadWriter
-from .ring import MAX_HANDLE, RingReader
+from .arena.arena import Arena
+from .arena.regions import BulkReader, UploadWriter
+from .arena.ring import MAX_HANDLE, RingReader
 from .stream_state import StreamState
+from .wire.messages import Generate, Submit
 
 MIN_UPLOAD_BYTES = 4096
 """Shorter prompts travel inside their Submit: an answer to wait for would cost more than the copies it saves."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .connection import Connection
 from .core import EndOfStream
-from .errors import Timeout
 from .results import Result, TokenEvent
 from .stream_state import StreamState
+from .wire.errors import Timeout
 
 
 class Stream:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ConnectionLost, KVPoolError, ProtocolError, from_code
-from .messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
 from .prompt_rows import RequestRows
 from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
+from .wire.errors import ConnectionLost, KVPoolError, ProtocolError, from_code
+from .wire.messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
 
 
 class _SampleState:

@@ -19,11 +19,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .address import Address, RemoteAddress
-from .codec import CLIENT_LIMITS
 from .core import Core, DaemonGone
-from .errors import ConnectionLost, KVPoolError, ProtocolError
 from .forking import after_fork_in_child
 from .lifeline import connect_lifeline
+from .wire.codec import CLIENT_LIMITS
+from .wire.errors import ConnectionLost, KVPoolError, ProtocolError
 
 GRACE_S = 0.05  # after a hang-up, how long messages may still trickle out of ZeroMQ's own thread
 GRACE_LIMIT_S = 0.5

@@ -16,45 +16,45 @@ from dataclasses import replace
 from typing import cast
 
 from .. import __version__
-from ..client import arena
-from ..client.errors import InvalidArgument
-from ..client.protocol import ServerLimits
+from ..client.arena import arena
 from ..client.sampling_params import MAX_LOGPROBS, MAX_N
+from ..client.wire.errors import InvalidArgument
+from ..client.wire.protocol import ServerLimits
 from ..model.backend import Backend, BackendLimits, Progress
 from ..model.errors import ModelError
 from ..model.loading import LoadedModel, load_model
-from . import config as configuration
-from .arenas import layout_for
-from .background import Background
-from .block_pool import BlockPool
-from .calls import Calls
-from .clients import Clients
-from .config import Config
-from .devices import chosen_device, device_backend
-from .endpoint import Endpoint, open_endpoint, socket_path
-from .engine import DeviceLost, Engine
-from .journal import Journal
-from .keyring import ANYBODY, load_keyring
-from .ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, CUDA_AUTO_SHARE, Ledger, plan_memory
-from .logs import start_logging
-from .metrics import Metrics
-from .options import ConfigError
-from .prefix_cache import PrefixCache
-from .recovery import make_journal, take_up_all
-from .remote import Remote
-from .reservation import Reservation
-from .scheduler import Scheduler
-from .scrapes import Page, Scrapes, health_page, open_listener
-from .server import Poller, Server, Signals
-from .service import Manager, inherited_fds
-from .sessions import Sessions
-from .snapshot_file import Suitability
-from .snapshot_service import SnapshotService
-from .snapshots import SnapshotStore, state_directory
-from .step_runner import StepRunner
-from .text import Text
-from .timers import Timers
-from .users import is_admin
+from .engine.engine import DeviceLost, Engine
+from .engine.metrics import Metrics
+from .engine.step_runner import StepRunner
+from .engine.text import Text
+from .memory.block_pool import BlockPool
+from .memory.prefix_cache import PrefixCache
+from .memory.reservation import Reservation
+from .persistence.journal import Journal
+from .persistence.snapshot_file import Suitability
+from .persistence.snapshots import SnapshotStore, state_directory
+from .scheduling.scheduler import Scheduler
+from .serving.arenas import layout_for
+from .serving.calls import Calls
+from .serving.clients import Clients
+from .serving.endpoint import Endpoint, open_endpoint, socket_path
+from .serving.keyring import ANYBODY, load_keyring
+from .serving.recovery import make_journal, take_up_all
+from .serving.remote import Remote
+from .serving.scrapes import Page, Scrapes, health_page, open_listener
+from .serving.server import Poller, Server, Signals
+from .serving.sessions import Sessions
+from .serving.snapshot_service import SnapshotService
+from .serving.users import is_admin
+from .settings import config as configuration
+from .settings.config import Config
+from .settings.options import ConfigError
+from .system.background import Background
+from .system.devices import chosen_device, device_backend
+from .system.ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, CUDA_AUTO_SHARE, Ledger, plan_memory
+from .system.logs import start_logging
+from .system.service import Manager, inherited_fds
+from .system.timers import Timers
 
 log = logging.getLogger("kvpool.daemon")  # __name__ is "__main__" here, and would be nobody's child
 
@@ -245,7 +245,7 @@ def _assemble(
 
 def _open_scrapes(config: Config, clients: Clients, timers: Timers, poller: Poller) -> Scrapes:
     """Where Prometheus reads. What renders its text is imported here: it takes longer than the rest of a start."""
-    from .exposition import CONTENT_TYPE, Exposition
+    from .serving.exposition import CONTENT_TYPE, Exposition
 
     text = {whole: Exposition(clients, __version__, with_users=whole) for whole in (False, True)}
     pages = {

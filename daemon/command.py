@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..client.cli_tools import missing_packages
+from ..client.cli.tools import missing_packages
 
 
 def main() -> int:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..client import Client, KVPoolError
-from ..client.pool_map import USED, PoolMap
-from ..client.terminal import BOLD, CYAN, DIM, GREEN, PLAIN, RED, Line, Terminal, pad, safe, width_of
-from ..client.top_view import PALETTE, History, block_map, legend
+from ..client.arena.pool_map import USED, PoolMap
+from ..client.cli.terminal import BOLD, CYAN, DIM, GREEN, PLAIN, RED, Line, Terminal, pad, safe, width_of
+from ..client.cli.top_view import PALETTE, History, block_map, legend
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 2048

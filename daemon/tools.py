@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..model import pull
 from ..model.cache import cache_directory
 from ..model.errors import ModelError
+from ..model.files import pull
 from ..model.host import available_memory, usable_cpus
 from ..model.progress import progress_display
-from . import config as configuration
-from . import service_install
-from .options import ConfigError, show_size
+from .settings import config as configuration
+from .settings.options import ConfigError, show_size
+from .system import service_install
 
 PACKAGES = ("numba", "llvmlite", "safetensors", "tokenizers", "gguf", "jinja2", "ml_dtypes")
 

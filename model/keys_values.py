@@ -19,7 +19,7 @@ from .config import ModelConfig
 
 if TYPE_CHECKING:
     from ..cuda_kernels.layout import AttentionShape
-    from .cpu_program import PoolLayout
+    from .cpu.program import PoolLayout
 
 Bytes = NDArray[np.uint8]
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .chat_template import ChatTemplate
 from .config import ModelConfig
 from .errors import ModelError
 from .families import build_program
-from .gguf_checkpoint import GgufCheckpoint
-from .gguf_config import gguf_config
-from .gguf_file import GgufFile
-from .gguf_tokenizer import gguf_tokenizer
-from .huggingface import SafetensorsCheckpoint, hugging_face_config, read_json, weight_files
+from .files.gguf_checkpoint import GgufCheckpoint
+from .files.gguf_config import gguf_config
+from .files.gguf_file import GgufFile
+from .files.huggingface import SafetensorsCheckpoint, hugging_face_config, read_json, weight_files
+from .files.pull import resolve
 from .program import Program
-from .pull import resolve
-from .tokenizer import Tokenizer
+from .text.chat_template import ChatTemplate
+from .text.gguf_tokenizer import gguf_tokenizer
+from .text.tokenizer import Tokenizer
 from .weights import Checkpoint, check_weight
 
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.client.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, Layout
+from kvpool.client.arena.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, Layout
 from kvpool.client.core import DaemonGone, State
-from kvpool.client.errors import ConnectionLost, InvalidArgument, KVPoolError, ProtocolError, Unsupported
 from kvpool.client.lifeline import connect_lifeline
-from kvpool.client.messages import Submit
 from kvpool.client.stream_state import StreamState
-from kvpool.daemon.delivery import SLOW_READER
+from kvpool.client.wire.errors import ConnectionLost, InvalidArgument, KVPoolError, ProtocolError, Unsupported
+from kvpool.client.wire.messages import Submit
+from kvpool.daemon.serving.delivery import SLOW_READER
 from tests.support.arena_rig import LIMITS, Rig, RigClient, mapped_arenas
 from tests.support.engine_harness import prompts
 from tests.support.scripted_backend import answer_to, logprob_of
@@ -437,7 +437,7 @@ def test_a_daemon_that_can_make_no_arena_says_so_and_does_without(rig: Rig, monk
     def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("kvpool.client.arena.os.memfd_create", fail)
+    monkeypatch.setattr("kvpool.client.arena.arena.os.memfd_create", fail)
     client = rig.client()
     assert client.core.state is State.READY
     assert client.core.shared.arena is None

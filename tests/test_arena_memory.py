@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.client.arena import (
+from kvpool.client.arena.arena import (
     BULK_TAIL,
     HEADER,
     PAGE_BYTES,
@@ -26,12 +26,12 @@ from kvpool.client.arena import (
     Arena,
     Layout,
 )
-from kvpool.client.errors import InvalidArgument, ProtocolError
-from kvpool.client.messages import TokenBatch
-from kvpool.client.regions import BulkReader, BulkWriter, Teller, UploadReader, UploadWriter
+from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller, UploadReader, UploadWriter
+from kvpool.client.arena.ring import RECORD, TEXT_BYTES, RingReader, RingWriter
 from kvpool.client.results import TokenEvent
-from kvpool.client.ring import RECORD, TEXT_BYTES, RingReader, RingWriter
-from kvpool.client.token_ids import pack_token_ids
+from kvpool.client.wire.errors import InvalidArgument, ProtocolError
+from kvpool.client.wire.messages import TokenBatch
+from kvpool.client.wire.token_ids import pack_token_ids
 
 SMALL = Layout(ring_records=128, upload_bytes=PAGE_BYTES, bulk_bytes=PAGE_BYTES)
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, KVPoolError
-from kvpool.client.errors import ConnectionLost, ProtocolError, Timeout
-from kvpool.client.live_map import LiveMap
-from kvpool.client.map_segment import ALIGNMENT, ARRAYS_AT, HEADER, SEQUENCE, MapLayout, MapReader, MapWriter
-from kvpool.client.pool_map import USED
-from kvpool.client.protocol import Call, ClientMessage, Failed, Reply
+from kvpool.client.arena.map_segment import ALIGNMENT, ARRAYS_AT, HEADER, SEQUENCE, MapLayout, MapReader, MapWriter
+from kvpool.client.arena.pool_map import USED
+from kvpool.client.cli.live_map import LiveMap
+from kvpool.client.wire.errors import ConnectionLost, ProtocolError, Timeout
+from kvpool.client.wire.protocol import Call, ClientMessage, Failed, Reply
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually
 from tests.support.fake_daemon import FakeDaemon, Peer
 from tests.support.raw_client import RawClient

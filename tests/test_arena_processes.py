@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, KVPoolError
-from kvpool.client.arena import RING_HEAD, RING_TAIL
-from kvpool.client.bell import CAPACITY_BYTES
-from kvpool.client.live_map import LiveMap
-from kvpool.client.protocol import Accepted, Closing, Failed, Finished, Submit, Tokens
-from kvpool.daemon.delivery import SLOW_READER
+from kvpool.client.arena.arena import RING_HEAD, RING_TAIL
+from kvpool.client.arena.bell import CAPACITY_BYTES
+from kvpool.client.cli.live_map import LiveMap
+from kvpool.client.wire.protocol import Accepted, Closing, Failed, Finished, Submit, Tokens
+from kvpool.daemon.serving.delivery import SLOW_READER
 from tests.support.arena_raw import ArenaRaw
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
 from tests.support.faults import holdings

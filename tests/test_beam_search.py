@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.client.errors import InvalidArgument, NumericError, TooLong
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.daemon.beam_search import BeamSearch, Branch
+from kvpool.client.wire.errors import InvalidArgument, NumericError, TooLong
+from kvpool.daemon.engine.beam_search import BeamSearch, Branch
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.batch import StepResult
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 from tests.support.engine_harness import Answer, Harness, prompts
 from tests.support.numpy_backend import NumpyBackend

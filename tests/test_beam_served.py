@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool.client import AsyncClient, Client, InvalidArgument, SamplingParams
-from kvpool.client.protocol import Accepted, Submit
+from kvpool.client.wire.protocol import Accepted, Submit
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually, left_clean
 from tests.support.raw_client import RawClient
 

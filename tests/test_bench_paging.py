@@ -8,7 +8,7 @@ import pytest
 
 from bench.paging import POLICIES, Machine, Run, replay, synthetic
 from bench.paging_devices import LargeGpu
-from kvpool.daemon.limits import SchedulerLimits
+from kvpool.daemon.scheduling.limits import SchedulerLimits
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 512, 16, 2048  # four of the longest sequences
 

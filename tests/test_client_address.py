@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvpool.client.address import MAX_PATH_BYTES, parse_address, resolve_address
-from kvpool.client.errors import ConnectionLost, InvalidArgument, ProtocolError
 from kvpool.client.lifeline import (
     MAX_PAYLOAD_BYTES,
     Frame,
@@ -21,6 +20,7 @@ from kvpool.client.lifeline import (
     encode_frame,
     peer_credentials,
 )
+from kvpool.client.wire.errors import ConnectionLost, InvalidArgument, ProtocolError
 
 
 @pytest.mark.parametrize("text", ["/run/x.sock", "ipc:///run/x.sock"])

@@ -28,8 +28,8 @@ from kvpool.client import (
     TokenEvent,
     TooLong,
 )
-from kvpool.client.errors import ERRORS_BY_CODE
-from kvpool.client.protocol import Attach, Cancel, Closing, Credit, Fork, Goodbye, OpenSequence, Submit
+from kvpool.client.wire.errors import ERRORS_BY_CODE
+from kvpool.client.wire.protocol import Attach, Cancel, Closing, Credit, Fork, Goodbye, OpenSequence, Submit
 from tests.support.fake_daemon import FakeDaemon, Peer, count_up, refuse, silent, start_process, trickle
 
 

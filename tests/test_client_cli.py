@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.client import cli, cli_doctor, cli_tools
-from kvpool.client.errors import InvalidArgument
-from kvpool.client.figures import parse_size, show_bytes, show_count, show_duration, show_share
-from kvpool.client.pool_map import PoolMap
-from kvpool.client.protocol import Call, Cancel, Failed, Reply, Submit, pack_token_ids
-from kvpool.client.terminal import Column, Terminal, clip, safe, table, width_of
-from kvpool.client.top_view import History, View, draw
+from kvpool.client.arena.pool_map import PoolMap
+from kvpool.client.cli import __main__ as cli
+from kvpool.client.cli import doctor as cli_doctor
+from kvpool.client.cli import tools as cli_tools
+from kvpool.client.cli.figures import parse_size, show_bytes, show_count, show_duration, show_share
+from kvpool.client.cli.terminal import Column, Terminal, clip, safe, table, width_of
+from kvpool.client.cli.top_view import History, View, draw
+from kvpool.client.wire.errors import InvalidArgument
+from kvpool.client.wire.protocol import Call, Cancel, Failed, Reply, Submit, pack_token_ids
 from tests.support.fake_daemon import FakeDaemon, Peer, Script, count_up, refuse, trickle
 
 NUM_BLOCKS = 40

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.client.core import Core, DaemonGone, EndOfStream, State
-from kvpool.client.errors import (
+from kvpool.client.lifeline import FrameKind, encode_frame
+from kvpool.client.results import TAIL_TOKEN_ID
+from kvpool.client.wire.errors import (
     Busy,
     ConnectionLost,
     InvalidArgument,
@@ -20,8 +22,7 @@ from kvpool.client.errors import (
     ShuttingDown,
     Unsupported,
 )
-from kvpool.client.lifeline import FrameKind, encode_frame
-from kvpool.client.protocol import (
+from kvpool.client.wire.protocol import (
     Accepted,
     Attach,
     Call,
@@ -44,7 +45,6 @@ from kvpool.client.protocol import (
     decode_client_message,
     encode,
 )
-from kvpool.client.results import TAIL_TOKEN_ID
 
 LIMITS = ServerLimits(1 << 20, 4096, 1000, 16, 64, 8)
 GONE = ConnectionLost("gone")

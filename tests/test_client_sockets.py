@@ -31,8 +31,8 @@ from kvpool.client import (
     TokenEvent,
     TooLong,
 )
-from kvpool.client.errors import ERRORS_BY_CODE
-from kvpool.client.protocol import (
+from kvpool.client.wire.errors import ERRORS_BY_CODE
+from kvpool.client.wire.protocol import (
     Append,
     Attach,
     Call,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.program import Program
 from tests.support.numpy_backend import NumpyBackend
 from tests.support.numpy_sampling import sample
@@ -166,7 +166,7 @@ def test_dot_products_round_activations_and_nothing_else(
     ]
     results = []
     for has_dot in (False, True):
-        monkeypatch.setattr("kvpool.model.cpu_backend.host_has_dot", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda has_dot=has_dot: has_dot)
         backend = CpuBackend(program, RandomCheckpoint(program), limits(16), dtype="bfloat16", threads=2)
         closing.append(backend)
         backend.allocate_pool(6)

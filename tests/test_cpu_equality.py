@@ -11,7 +11,7 @@ import pytest
 from kvpool.cpu_kernels.table import NUM_SHARED_UNITS
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from tests.support.random_checkpoint import RandomCheckpoint
 from tests.support.steps import Piece, Shape, run_step, tiny_program
 
@@ -179,7 +179,7 @@ def test_many_logit_rows_go_through_in_chunks(backend: CpuBackend, request: pyte
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_rows_too_long_for_the_cache(dtype: str, has_dot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products over 2,600 k go in stretches for many rows, and at once for few."""
-    monkeypatch.setattr("kvpool.model.cpu_backend.host_has_dot", lambda: has_dot)
+    monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda: has_dot)
     program = tiny_program(Shape(num_layers=1, intermediate_size=2600))
     backend = CpuBackend(program, RandomCheckpoint(program), BackendLimits(16, 64, 700, 700), dtype=dtype, threads=2)
     backend.allocate_pool(60)
@@ -196,7 +196,7 @@ def test_dot_products_are_exact_too(monkeypatch: pytest.MonkeyPatch) -> None:
     The values are near those of float32 activations, but not the same ones.
     """
     plain = reference("bfloat16")
-    monkeypatch.setattr("kvpool.model.cpu_backend.host_has_dot", lambda: True)
+    monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda: True)
     backend = make("bfloat16")
     assert "with dot products" in backend.description
     whole = run_step(backend, [Piece(TOKENS[:200], 0, table(0, 16))], 16, every_row=True)

@@ -19,7 +19,7 @@ from kvpool.cpu_kernels.packing import from_bfloat16, panel_bytes, step_bytes, t
 from kvpool.cpu_kernels.tile import ARGUMENTS, tile_name, tile_names, tiles_module
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.quantised import GGUF, gguf_codes, nearest_codes, widen
 from kvpool.model.weights import RawTensor
 from tests.support.gguf_checkpoint import BlockCheckpoint, random_blocks

@@ -24,7 +24,7 @@ from kvpool.cpu_kernels.team import Team
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import StepBatch
 from kvpool.model.cache import cache_directory
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from tests.support import steps
 from tests.support.random_checkpoint import RandomCheckpoint
 

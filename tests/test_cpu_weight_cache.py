@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.model import cpu_weights, weight_cache
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
-from kvpool.model.weight_cache import CHUNK_BYTES, WeightCache, cache_name
+from kvpool.model.cpu import weight_cache
+from kvpool.model.cpu import weights as cpu_weights
+from kvpool.model.cpu.backend import CpuBackend
+from kvpool.model.cpu.weight_cache import CHUNK_BYTES, WeightCache, cache_name
 from tests.support.random_checkpoint import RandomCheckpoint
 from tests.support.steps import Shape, tiny_program
 

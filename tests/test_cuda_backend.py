@@ -17,7 +17,7 @@ from tests.support.random_checkpoint import RandomCheckpoint
 from tests.support.real_card import backend_card, fresh, interpreter_only
 from tests.support.steps import Piece, Shape, run_step, step_batch, tiny_program
 
-cuda_backend = pytest.importorskip("kvpool.model.cuda_backend")
+cuda_backend = pytest.importorskip("kvpool.model.cuda.backend")
 
 LIMITS = BackendLimits(block_size=8, max_num_seqs=4, max_num_batched_tokens=96, max_model_len=128)
 SHAPE = Shape(num_layers=1, hidden_size=32, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=16)

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (pip install numba-cuda[cu13])")
 
-from kvpool.model import cuda_device
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cuda_backend import CudaBackend
-from kvpool.model.cuda_device import Arguments, CupyDevice
+from kvpool.model.cuda import device as cuda_device
+from kvpool.model.cuda.backend import CudaBackend
+from kvpool.model.cuda.device import Arguments, CupyDevice
 from tests.support import fake_cupy
 from tests.support.cuda_card import Card
 from tests.support.cuda_rooms import norms

@@ -9,7 +9,7 @@ from tests.support.cuda_rooms import layout
 from tests.support.gold import gold_cases, pulled_model
 from tests.support.steps import Piece, step_batch
 
-cuda_backend = pytest.importorskip("kvpool.model.cuda_backend")
+cuda_backend = pytest.importorskip("kvpool.model.cuda.backend")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.protocol import (
+from kvpool.client.wire.protocol import (
     Accepted,
     Attach,
     Call,
@@ -26,15 +26,15 @@ from kvpool.client.protocol import (
     decode_daemon_message,
     encode,
 )
-from kvpool.daemon import calls
-from kvpool.daemon.calls import Calls
-from kvpool.daemon.clients import Clients
-from kvpool.daemon.config import Config
-from kvpool.daemon.delivery import MAX_OUTBOX
-from kvpool.daemon.parcels import Sent
-from kvpool.daemon.sessions import Peer, Sessions
-from kvpool.daemon.timers import Timers
-from kvpool.daemon.users import is_admin
+from kvpool.daemon.serving import calls
+from kvpool.daemon.serving.calls import Calls
+from kvpool.daemon.serving.clients import Clients
+from kvpool.daemon.serving.delivery import MAX_OUTBOX
+from kvpool.daemon.serving.parcels import Sent
+from kvpool.daemon.serving.sessions import Peer, Sessions
+from kvpool.daemon.serving.users import is_admin
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.system.timers import Timers
 from tests.support.engine_harness import Harness
 
 PROMPT = "The sea is"

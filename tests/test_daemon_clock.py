@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.limits import OwnerLimits
+from kvpool.daemon.scheduling.limits import OwnerLimits
 from tests.support.daemon_process import ROOT
 from tests.support.engine_harness import Harness
 from tests.support.journals import open_journal
 
 WALL_CLOCK = {"time", "time_ns", "localtime", "gmtime", "ctime", "now", "utcnow", "today"}
 MAY_READ_IT = {
-    "client/gateway.py",  # `created` of an answer
-    "daemon/engine.py",  # beside the monotonic time of an arrival, for a journal that outlives a boot
-    "daemon/recovery.py",  # where that journal is read
-    "daemon/snapshots.py",  # ages of files
-    "model/weight_cache.py",  # the same
-    "model/template_helper.py",  # a chat template asks what day it is
+    "client/gateway/app.py",  # `created` of an answer
+    "daemon/engine/engine.py",  # beside the monotonic time of an arrival, for a journal that outlives a boot
+    "daemon/serving/recovery.py",  # where that journal is read
+    "daemon/persistence/snapshots.py",  # ages of files
+    "model/cpu/weight_cache.py",  # the same
+    "model/text/template_helper.py",  # a chat template asks what day it is
 }
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.daemon import config as configuration
-from kvpool.daemon.config import Config, ConfigError, UserLimits
-from kvpool.daemon.options import options, parse_size, show_size
+from kvpool.daemon.settings import config as configuration
+from kvpool.daemon.settings.config import Config, ConfigError, UserLimits
+from kvpool.daemon.settings.options import options, parse_size, show_size
 
 
 def load_text(tmp_path: Path, text: str, flags: dict[str, str | None] | None = None, **environ: str) -> Config:

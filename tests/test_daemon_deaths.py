@@ -11,17 +11,8 @@ import pytest
 
 from kvpool.client import Client, ConnectionLost, InternalError, ShuttingDown, Stream
 from kvpool.client.lifeline import FrameKind
-from kvpool.client.protocol import (
-    Accepted,
-    Attach,
-    Closing,
-    Credit,
-    Finished,
-    Goodbye,
-    Submit,
-    Tokens,
-)
 from kvpool.client.sampling_params import SamplingParams
+from kvpool.client.wire.protocol import Accepted, Attach, Closing, Credit, Finished, Goodbye, Submit, Tokens
 from tests.support.client_swarm import Swarm
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually, left_clean
 from tests.support.engine_harness import prompts

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.daemon import devices
-from kvpool.daemon.config import Config
-from kvpool.daemon.devices import chosen_device, device_backend
-from kvpool.daemon.options import ConfigError
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.settings.options import ConfigError
+from kvpool.daemon.system import devices
+from kvpool.daemon.system.devices import chosen_device, device_backend
 from kvpool.model.backend import BackendLimits
 from kvpool.model.loading import load_model
 from tests.support.tiny_model import write_tiny_llama

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool.client import Client, InvalidArgument, NotFound, Unsupported
-from kvpool.client.pool_map import USED
+from kvpool.client.arena.pool_map import USED
 from tests.support.client_swarm import Swarm
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
 from tests.support.engine_harness import Harness

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvpool.daemon.config import Config
-from kvpool.daemon.endpoint import Lock, open_endpoint, socket_path
-from kvpool.daemon.options import ConfigError
+from kvpool.daemon.serving.endpoint import Lock, open_endpoint, socket_path
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.settings.options import ConfigError
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_a_second_daemon_is_refused_and_the_first_keeps_its_sockets(path: Path) 
 
 def test_sockets_of_a_killed_daemon_are_replaced(path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from kvpool.daemon.endpoint import open_endpoint;"
-        "from kvpool.daemon.config import Config; e = open_endpoint(Config(), Path(sys.argv[1]));"
+        "import os, signal, sys; from pathlib import Path; from kvpool.daemon.serving.endpoint import open_endpoint;"
+        "from kvpool.daemon.settings.config import Config; e = open_endpoint(Config(), Path(sys.argv[1]));"
         f"os.kill(os.getpid(), {int(signal.SIGKILL)})"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=20)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.errors import Busy, InvalidArgument, KVPoolError, NeverFits, TooLong
-from kvpool.daemon.engine import DeviceLost
-from kvpool.daemon.request import Request, sample_seed
+from kvpool.client.wire.errors import Busy, InvalidArgument, KVPoolError, NeverFits, TooLong
+from kvpool.daemon.engine.engine import DeviceLost
+from kvpool.daemon.engine.request import Request, sample_seed
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.loading import LoadedModel
 from tests.support.engine_harness import Harness, prompts, reasons, tiny_model

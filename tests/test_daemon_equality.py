@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.daemon.request import Request
+from kvpool.daemon.engine.request import Request
 from kvpool.model.backend import Backend, BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 from tests.support.engine_harness import Answer, Harness, prompts
 

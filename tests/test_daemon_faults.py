@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvpool.client.protocol import (
+from kvpool.client.wire.protocol import (
     Accepted,
     Append,
     Call,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.client import cli
-from kvpool.daemon.health import health_of
-from kvpool.daemon.limits import OwnerLimits
+from kvpool.client.cli import __main__ as cli
+from kvpool.daemon.scheduling.limits import OwnerLimits
+from kvpool.daemon.serving.health import health_of
 from tests.support.daemon_process import DaemonProcess, eventually
 from tests.support.engine_harness import Harness, prompts
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.client.errors import Busy
-from kvpool.daemon import journal as journal_module
-from kvpool.daemon.journal_file import MAGIC, frame
+from kvpool.client.wire.errors import Busy
+from kvpool.daemon.persistence import journal as journal_module
+from kvpool.daemon.persistence.journal_file import MAGIC, frame
 from tests.support.journals import GRACE_S, IDENTITY, History, State, after_restart, open_journal, recovered
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4)

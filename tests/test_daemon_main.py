@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Timeout, cli_tools
+from kvpool.client import Timeout
+from kvpool.client.cli import tools as cli_tools
 from kvpool.daemon import command
 from kvpool.daemon.__main__ import main
-from kvpool.daemon.config import Config
-from kvpool.daemon.logs import start_logging
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.system.logs import start_logging
 from kvpool.model.backend import Backend, BackendLimits, Progress
 from kvpool.model.loading import LoadedModel
 from tests.support.daemon_process import DaemonProcess, eventually

@@ -20,10 +20,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvpool.client import Client, KVPoolError
-from kvpool.daemon.config import Config
-from kvpool.daemon.metrics import Distribution
-from kvpool.daemon.options import ConfigError
-from kvpool.daemon.scrapes import FRESH_S, MAX_CONNECTIONS, open_listener
+from kvpool.daemon.engine.metrics import Distribution
+from kvpool.daemon.serving.scrapes import FRESH_S, MAX_CONNECTIONS, open_listener
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.settings.options import ConfigError
 from tests.support.daemon_process import ROOT, DaemonProcess, eventually
 from tests.support.other_user import become
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvpool.client.errors import InvalidArgument, NumericError, Unsupported
-from kvpool.daemon.prompt_rows import Pooling, PromptLogprobs, PromptPart
-from kvpool.daemon.request import Request
+from kvpool.client.wire.errors import InvalidArgument, NumericError, Unsupported
+from kvpool.daemon.engine.prompt_rows import Pooling, PromptLogprobs, PromptPart
+from kvpool.daemon.engine.request import Request
 from kvpool.model.batch import StepBatch, StepResult
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from tests.support.engine_harness import Harness, prompts
 from tests.support.numpy_backend import NumpyBackend
 
@@ -196,7 +196,7 @@ def test_what_an_embedding_cannot_do(engine: Harness, options: dict[str, Any]) -
 
 
 def test_an_idle_sequence_has_no_prompt_to_tell_of(engine: Harness) -> None:
-    from kvpool.daemon.sequence import Sequence
+    from kvpool.daemon.memory.sequence import Sequence
 
     sequence = Sequence(uid=1, token_ids=list(LONG), max_tokens=0, keep=True)
     engine.scheduler.add(sequence, idle=True)

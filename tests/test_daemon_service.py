@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.daemon.config import Config
-from kvpool.daemon.ledger import CPU_AUTO_SHARE, Ledger, plan_memory
-from kvpool.daemon.options import ConfigError
-from kvpool.daemon.service import Manager, inherited_fds
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.settings.options import ConfigError
+from kvpool.daemon.system.ledger import CPU_AUTO_SHARE, Ledger, plan_memory
+from kvpool.daemon.system.service import Manager, inherited_fds
 from tests.support.daemon_process import DaemonProcess
 
 

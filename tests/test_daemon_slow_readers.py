@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.client.protocol import Accepted, Call, Finished, Reply, Submit, Tokens
+from kvpool.client.wire.protocol import Accepted, Call, Finished, Reply, Submit, Tokens
 from tests.support.daemon_process import DaemonProcess, left_clean
 from tests.support.raw_client import RawClient
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from kvpool.daemon import config as configuration
 from kvpool.daemon import convert as conversion
 from kvpool.daemon import tools
+from kvpool.daemon.settings import config as configuration
 from kvpool.model.loading import load_model
 from kvpool.model.weights import load_weight
 from tests.support.tiny_gguf import write_tiny_gguf

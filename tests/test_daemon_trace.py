@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvpool.client import AsyncClient, Client
-from kvpool.client.cli import main as kvpool
+from kvpool.client.cli.__main__ import main as kvpool
 from kvpool.client.trace import LANES, SEQUENCES
-from kvpool.daemon import trace as tracing
-from kvpool.daemon.trace import Trace
+from kvpool.daemon.engine import trace as tracing
+from kvpool.daemon.engine.trace import Trace
 from tests.support.daemon_process import DaemonProcess, left_clean
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 
-from kvpool.client import Client, cli
-from kvpool.client.gateway_answers import LOWEST_LOGPROB, Form, Token
-from kvpool.client.protocol import Call, Reply, Submit
+from kvpool.client import Client
+from kvpool.client.cli import __main__ as cli
+from kvpool.client.gateway.answers import LOWEST_LOGPROB, Form, Token
+from kvpool.client.wire.protocol import Call, Reply, Submit
 from tests.support.daemon_process import DaemonProcess, eventually, left_clean
 from tests.support.fake_daemon import FakeDaemon, Peer, refuse, silent, trickle
 from tests.support.gateway_process import GatewayProcess, events

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import StepResult
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from tests.support.gold import gold_cases, pulled_model
 from tests.support.steps import Piece, run_step
 

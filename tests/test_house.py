@@ -21,20 +21,45 @@ ARROWS: dict[str, set[str]] = {
     "systemd": set(),
 }
 
+# Inside a room: what each folder may import of its siblings. Files at the top of a room put the parts together, and may
+# import all of them; "." lets a folder import those.
+INNER_ARROWS: dict[str, dict[str, set[str]]] = {
+    "client": {
+        "wire": set(),
+        "arena": {".", "wire"},
+        "cli": {".", "wire", "arena", "gateway"},
+        "gateway": {".", "wire"},
+    },
+    "daemon": {
+        "memory": set(),
+        "scheduling": {"memory"},
+        "settings": {"scheduling"},
+        "persistence": {"settings"},
+        "engine": {"memory", "scheduling", "persistence"},
+        "system": {"settings"},
+        "serving": {"memory", "scheduling", "persistence", "engine", "settings", "system"},
+    },
+    "model": {
+        "families": {"."},
+        "files": {".", "families"},
+        "text": {".", "files"},
+        "cpu": {"."},
+        "cuda": {"."},
+    },
+}
+
 # Third-party packages that only some rooms may import; every other dependency is free to all but the client.
 RESERVED: dict[str, set[str]] = {
     "numba": {"cpu_kernels", "cuda_kernels"},
     "llvmlite": {"cpu_kernels", "cuda_kernels"},
-    "cupy": {"cuda_kernels", "model/cuda_backend.py", "model/cuda_device.py"},
+    "cupy": {"cuda_kernels", "model/cuda/backend.py", "model/cuda/device.py"},
     "zmq": {"client", "daemon"},
-    "aiohttp": {"client/gateway.py", "client/gateway_server.py"},
+    "aiohttp": {"client/gateway/app.py", "client/gateway/server.py"},
     "torch": set(),
     "pickle": set(),
 }
 # The last two are optional: see test_client_imports_what_is_optional_lazily.
 CLIENT_MAY_IMPORT = {"zmq", "msgpack", "numpy", "rich", "aiohttp"}
-GATEWAY = {"gateway", "gateway_server"}
-"""Modules that need aiohttp: nothing imports them but each other, and `kvpool gateway` when it runs."""
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -71,6 +96,28 @@ def test_rooms_import_only_along_the_arrows() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_folders_of_a_room_import_only_along_their_arrows() -> None:
+    wrong = []
+    for path, tree in sources():
+        room, folder = path.parts[0], path.parts[1]
+        if room not in INNER_ARROWS or len(path.parts) < 3:
+            continue
+        allowed = {folder, *INNER_ARROWS[room][folder]}
+        for name, line in imported(path, tree):
+            parts = name.split(".")
+            if parts[:2] != ["kvpool", room]:
+                continue
+            target = parts[2] if len(parts) > 2 and parts[2] in INNER_ARROWS[room] else "."
+            if target not in allowed:
+                wrong.append(f"{path}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_of_a_room_has_its_arrows() -> None:
+    on_disk = {room: {path.parent.name for path in (ROOT / room).glob("*/__init__.py")} for room in INNER_ARROWS}
+    assert on_disk == {room: set(folders) for room, folders in INNER_ARROWS.items()}
+
+
 def test_reserved_packages_stay_in_their_rooms() -> None:
     wrong = []
     for path, tree in sources():
@@ -96,15 +143,14 @@ def test_client_needs_only_its_three_dependencies() -> None:
 
 
 def test_client_imports_what_is_optional_lazily() -> None:
-    optional = {"rich", "aiohttp", *(f"kvpool.client.{name}" for name in GATEWAY)}
     at_module_level = [
         f"{path}:{node.lineno} imports {name}"
         for path, tree in sources()
-        if path.parts[0] == "client" and path.stem not in GATEWAY
+        if path.parts[:2] != ("client", "gateway") and path.parts[0] == "client"
         for node in tree.body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name, _ in imported(path, node)
-        if name in optional or name.split(".")[0] in optional
+        if name.split(".")[0] in {"rich", "aiohttp"} or name.startswith("kvpool.client.gateway")
     ]
     assert not at_module_level, "\n".join(at_module_level)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvpool.client import Client
-from kvpool.daemon.block_pool import CACHED, EMPTY
-from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.sequence import Sequence, SequenceState
+from kvpool.daemon.memory.block_pool import CACHED, EMPTY
+from kvpool.daemon.memory.sequence import Sequence, SequenceState
+from kvpool.daemon.scheduling.scheduler import Scheduler
 from tests.support.daemon_process import DaemonProcess, eventually
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import UID, make, prompt, sequence, submit

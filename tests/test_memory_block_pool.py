@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.daemon.block_pool import CACHED, EMPTY, NULL_BLOCK, REUSED, REUSED_AGES_SLOWER, BlockPool
+from kvpool.daemon.memory.block_pool import CACHED, EMPTY, NULL_BLOCK, REUSED, REUSED_AGES_SLOWER, BlockPool
 
 UIDS = st.integers(min_value=1000, max_value=1002)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.block_tables import BlockTables
-from kvpool.daemon.prefix_cache import PrefixCache
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.memory.block_tables import BlockTables
+from kvpool.daemon.memory.prefix_cache import PrefixCache
 from tests.support.scheduling import UID, prompt, sequence
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.client.errors import QuotaExceeded
-from kvpool.daemon.block_pool import CACHED, EMPTY, REUSED, BlockPool
-from kvpool.daemon.limits import OwnerLimits
-from kvpool.daemon.prefix_cache import PrefixCache
-from kvpool.daemon.sequence import Sequence
+from kvpool.client.wire.errors import QuotaExceeded
+from kvpool.daemon.memory.block_pool import CACHED, EMPTY, REUSED, BlockPool
+from kvpool.daemon.memory.prefix_cache import PrefixCache
+from kvpool.daemon.memory.sequence import Sequence
+from kvpool.daemon.scheduling.limits import OwnerLimits
 from tests.support.scheduling import UID, make, prompt, sequence, submit
 
 

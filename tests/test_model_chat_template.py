@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvpool.model import chat_template
-from kvpool.model.chat_template import ChatTemplate, TemplateError
+from kvpool.model.text import chat_template
+from kvpool.model.text.chat_template import ChatTemplate, TemplateError
 from tests.support.tiny_model import CHAT_TEMPLATE
 
 HELLO = [{"role": "user", "content": "Hé 🦙?"}]

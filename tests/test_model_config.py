@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.model.config import ModelConfig, RopeScaling
 from kvpool.model.errors import ModelError
-from kvpool.model.huggingface import hugging_face_config
+from kvpool.model.files.huggingface import hugging_face_config
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

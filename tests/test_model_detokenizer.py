@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.model.detokenizer import StopStrings, StreamDetokenizer
-from kvpool.model.gguf_file import GgufFile
-from kvpool.model.gguf_tokenizer import gguf_tokenizer
-from kvpool.model.tokenizer import Tokenizer
+from kvpool.model.files.gguf_file import GgufFile
+from kvpool.model.text.detokenizer import StopStrings, StreamDetokenizer
+from kvpool.model.text.gguf_tokenizer import gguf_tokenizer
+from kvpool.model.text.tokenizer import Tokenizer
 from tests.support.tiny_model import write_tiny_llama
 from tests.support.tiny_sentencepiece import MARK, write_sentencepiece_gguf
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.model import pull as pull_module
 from kvpool.model.cache import cache_directory
 from kvpool.model.errors import ModelError
-from kvpool.model.pull import CATALOGUE, Part, Source, main, pull, pulled_path, resolve
+from kvpool.model.files import pull as pull_module
+from kvpool.model.files.pull import CATALOGUE, Part, Source, main, pull, pulled_path, resolve
 
 CONTENT = [os.urandom(300_000), b"second part" * 1000]
 MEMBER = "kvpool_test_part{}/part.bin"

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpool.model.errors import ModelError
-from kvpool.model.gguf_file import GgufFile
-from kvpool.model.gguf_tokenizer import gguf_tokenizer
-from kvpool.model.pre_tokenizers import PATTERNS
-from kvpool.model.tokenizer import Tokenizer
+from kvpool.model.files.gguf_file import GgufFile
+from kvpool.model.text.gguf_tokenizer import gguf_tokenizer
+from kvpool.model.text.pre_tokenizers import PATTERNS
+from kvpool.model.text.tokenizer import Tokenizer
 from tests.support.gold import gold_cases, pulled_model
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_model import SPECIAL_TOKENS, write_tiny_llama

@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvpool.model.errors import ModelError
-from kvpool.model.gguf_checkpoint import GgufCheckpoint
-from kvpool.model.gguf_config import gguf_config
-from kvpool.model.gguf_file import GgufFile
-from kvpool.model.huggingface import SafetensorsCheckpoint
+from kvpool.model.files.gguf_checkpoint import GgufCheckpoint
+from kvpool.model.files.gguf_config import gguf_config
+from kvpool.model.files.gguf_file import GgufFile
+from kvpool.model.files.huggingface import SafetensorsCheckpoint
+from kvpool.model.files.safetensors_file import SafetensorsFile
 from kvpool.model.loading import load_model
 from kvpool.model.program import Weight
-from kvpool.model.safetensors_file import SafetensorsFile
 from kvpool.model.weights import load_weight
 from tests.support.tiny_gguf import gguf_name, llama_order, write_tiny_gguf
 from tests.support.tiny_model import write_tiny_llama, write_tiny_model

@@ -12,9 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.client.errors import ERRORS_BY_CODE, InternalError, InvalidArgument, KVPoolError, ProtocolError, from_code
-from kvpool.client.errors import TooLong as TooLongError
-from kvpool.client.protocol import (
+from kvpool.client.wire.errors import (
+    ERRORS_BY_CODE,
+    InternalError,
+    InvalidArgument,
+    KVPoolError,
+    ProtocolError,
+    from_code,
+)
+from kvpool.client.wire.errors import TooLong as TooLongError
+from kvpool.client.wire.protocol import (
     CLIENT_MESSAGES,
     DAEMON_LIMITS,
     DAEMON_MESSAGES,
@@ -34,7 +41,7 @@ from kvpool.client.protocol import (
     pack_token_ids,
     unpack_token_ids,
 )
-from kvpool.client.schema import Mismatch, record_of
+from kvpool.client.wire.schema import Mismatch, record_of
 from tests.support.message_strategies import client_messages, daemon_messages
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.client.errors import ProtocolError
-from kvpool.client.protocol import DAEMON_LIMITS, decode_client_message, encode
+from kvpool.client.wire.errors import ProtocolError
+from kvpool.client.wire.protocol import DAEMON_LIMITS, decode_client_message, encode
 from tests.support.fuzz_targets import PACKED, SEEDS, TARGETS, mutated
 from tests.support.wire_samples import SAMPLES
 

@@ -8,10 +8,10 @@ import struct
 import numpy as np
 import pytest
 
-from kvpool.client import arena, map_segment, ring
-from kvpool.client.errors import ERRORS_BY_CODE
+from kvpool.client.arena import arena, map_segment, ring
 from kvpool.client.lifeline import FrameKind, FrameReader
-from kvpool.client.protocol import (
+from kvpool.client.wire.errors import ERRORS_BY_CODE
+from kvpool.client.wire.protocol import (
     CLIENT_MESSAGES,
     DAEMON_MESSAGES,
     PROTOCOL_VERSION,

@@ -30,12 +30,12 @@ from kvpool.client import (
 )
 from kvpool.client.address import RemoteAddress, resolve_address
 from kvpool.client.calls import watch_map
-from kvpool.client.cli import main as kvpool
+from kvpool.client.cli.__main__ import main as kvpool
 from kvpool.client.curve import KeyPair, client_keys, parse_key, read_key_file, read_public_key, write_key_files
-from kvpool.daemon.config import Config
-from kvpool.daemon.endpoint import open_endpoint
-from kvpool.daemon.keyring import RemoteUser, read_authorised_keys
-from kvpool.daemon.options import ConfigError
+from kvpool.daemon.serving.endpoint import open_endpoint
+from kvpool.daemon.serving.keyring import RemoteUser, read_authorised_keys
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.settings.options import ConfigError
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually
 
 ALICE, BOB = 20_001, 20_002
@@ -315,7 +315,7 @@ def test_without_keys_only_loopback() -> None:
 
 
 def load(flags: dict[str, str]) -> Config:
-    from kvpool.daemon.config import load as load_config
+    from kvpool.daemon.settings.config import load as load_config
 
     return load_config(flags, {}, None)
 

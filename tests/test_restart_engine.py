@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.protocol import Submit, pack_token_ids
-from kvpool.daemon.journal import Journal
-from kvpool.daemon.submission import make_request, submit_of
+from kvpool.client.wire.protocol import Submit, pack_token_ids
+from kvpool.daemon.engine.submission import make_request, submit_of
+from kvpool.daemon.persistence.journal import Journal
 from kvpool.model.backend import Backend, BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from tests.support.engine_harness import MAX_MODEL_LEN, Harness, prompts, tiny_model
 from tests.support.journals import open_journal
 

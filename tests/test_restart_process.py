@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import AsyncClient, ConnectionLost, NotFound, ShuttingDown, Unsupported
-from kvpool.client.cli_doctor import examine
-from kvpool.client.protocol import Accepted, Attach, Finished, Submit, Tokens
+from kvpool.client.cli.doctor import examine
 from kvpool.client.sampling_params import SamplingParams
+from kvpool.client.wire.protocol import Accepted, Attach, Finished, Submit, Tokens
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from tests.support.chaos import run_chaos
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually
 from tests.support.engine_harness import tiny_model

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client import Busy, Client, NotFound
-from kvpool.daemon.journal_records import Hold
+from kvpool.daemon.persistence.journal_records import Hold
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually
 from tests.support.journals import open_journal, recovered
 

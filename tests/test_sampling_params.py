@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.client import sampling_params as limits
-from kvpool.client.errors import InvalidArgument
-from kvpool.client.messages import MAX_SAMPLES
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.client.schema import PlainMap
+from kvpool.client.wire.errors import InvalidArgument
+from kvpool.client.wire.messages import MAX_SAMPLES
+from kvpool.client.wire.schema import PlainMap
 
 NAN, INF = float("nan"), float("inf")
 NAMES = [field.name for field in fields(SamplingParams)]

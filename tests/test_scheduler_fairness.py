@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from kvpool.daemon.deadlines import FEWEST
-from kvpool.daemon.fairness import RateLimiter, VirtualCounters, share_rows
-from kvpool.daemon.limits import OwnerLimits, SchedulerLimits
-from kvpool.daemon.sequence import Sequence, SequenceState
+from kvpool.daemon.memory.sequence import Sequence, SequenceState
+from kvpool.daemon.scheduling.deadlines import FEWEST
+from kvpool.daemon.scheduling.fairness import RateLimiter, VirtualCounters, share_rows
+from kvpool.daemon.scheduling.limits import OwnerLimits, SchedulerLimits
 from tests.support.scheduling import UID, is_right, make, prompt, submit
 
 ALICE, BOB, CAROL = 1000, 1001, 1002

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.client.errors import KVPoolError
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.limits import OwnerLimits, SchedulerLimits
-from kvpool.daemon.prefix_cache import PrefixCache
-from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.sequence import Sequence, SequenceState
-from kvpool.daemon.step_plan import StepPlan
+from kvpool.client.wire.errors import KVPoolError
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.memory.prefix_cache import PrefixCache
+from kvpool.daemon.memory.sequence import Sequence, SequenceState
+from kvpool.daemon.scheduling.limits import OwnerLimits, SchedulerLimits
+from kvpool.daemon.scheduling.scheduler import Scheduler
+from kvpool.daemon.scheduling.step_plan import StepPlan
 from tests.support.fake_device import VOCAB_SIZE, FakeDevice, next_token
 
 UIDS = st.integers(min_value=1000, max_value=1002)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpool.daemon.sequence import Sequence, SequenceState
+from kvpool.daemon.memory.sequence import Sequence, SequenceState
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import is_right, make, prompt, sequence, submit
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client.errors import NeverFits
-from kvpool.daemon.reservation import Reservation, reserved_tokens
+from kvpool.client.wire.errors import NeverFits
+from kvpool.daemon.memory.reservation import Reservation, reserved_tokens
 from tests.support.scheduling import UID, is_right, make, prompt, sequence, submit
 
 

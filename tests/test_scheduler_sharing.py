@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.daemon.sequence import IDLE, Sequence, SequenceState
+from kvpool.daemon.memory.sequence import IDLE, Sequence, SequenceState
 from tests.support.fake_device import next_token, undisturbed
 from tests.support.scheduling import UID, is_right, make, prompt, sequence, submit
 

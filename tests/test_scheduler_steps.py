@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.client.errors import Busy, NeverFits, QuotaExceeded, TooLong
-from kvpool.daemon.limits import OwnerLimits, SchedulerLimits
-from kvpool.daemon.sequence import SequenceState
+from kvpool.client.wire.errors import Busy, NeverFits, QuotaExceeded, TooLong
+from kvpool.daemon.memory.sequence import SequenceState
+from kvpool.daemon.scheduling.limits import OwnerLimits, SchedulerLimits
 from tests.support.fake_device import next_token, undisturbed
 from tests.support.scheduling import UID, is_right, make, prompt, sequence, submit
 

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvpool.client.protocol import Submit, pack_token_ids
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.daemon.request import Request
-from kvpool.daemon.sequence import Sequence
-from kvpool.daemon.sequence_objects import SequenceObject, SequenceObjects
-from kvpool.daemon.snapshot_file import Image, Suitability, pieces, read
-from kvpool.daemon.submission import make_request
-from kvpool.daemon.timers import Timers
+from kvpool.client.wire.protocol import Submit, pack_token_ids
+from kvpool.daemon.engine.request import Request
+from kvpool.daemon.engine.submission import make_request
+from kvpool.daemon.memory.sequence import Sequence
+from kvpool.daemon.persistence.snapshot_file import Image, Suitability, pieces, read
+from kvpool.daemon.serving.sequence_objects import SequenceObject, SequenceObjects
+from kvpool.daemon.system.timers import Timers
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.batch import StepBatch
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 from tests.support.engine_harness import Answer, Harness, numpy_backend, prompts
 from tests.support.numpy_backend import NumpyBackend

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from kvpool.client import AsyncClient, Busy, InvalidArgument, NotFound, SequenceKV, Unsupported, calls
 from kvpool.client.calls import Question
-from kvpool.client.errors import ProtocolError
 from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.requests import Options, make_generate
 from kvpool.client.sampling_params import SamplingParams
+from kvpool.client.wire.errors import ProtocolError
 from kvpool.cpu_kernels.isa import host_has_half
 from kvpool.cuda_kernels.layout import AttentionShape
 from kvpool.model.backend import BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.keys_values import planes_as_numbers
 from kvpool.model.loading import LoadedModel, load_model
 from tests.support import cuda_twins

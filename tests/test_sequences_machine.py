@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpool.client.protocol import (
+from kvpool.client.wire.protocol import (
     Append,
     AttachSequence,
     Cancel,
@@ -43,18 +43,18 @@ from kvpool.client.protocol import (
     encode,
     pack_token_ids,
 )
-from kvpool.daemon.background import Background
-from kvpool.daemon.calls import Calls
-from kvpool.daemon.clients import Clients
-from kvpool.daemon.config import Config
-from kvpool.daemon.parcels import Sent
-from kvpool.daemon.sessions import Peer, Sessions
-from kvpool.daemon.snapshot_file import Suitability
-from kvpool.daemon.snapshot_service import SnapshotService
-from kvpool.daemon.snapshots import SnapshotStore
-from kvpool.daemon.timers import Timers
+from kvpool.daemon.persistence.snapshot_file import Suitability
+from kvpool.daemon.persistence.snapshots import SnapshotStore
+from kvpool.daemon.serving.calls import Calls
+from kvpool.daemon.serving.clients import Clients
+from kvpool.daemon.serving.parcels import Sent
+from kvpool.daemon.serving.sessions import Peer, Sessions
+from kvpool.daemon.serving.snapshot_service import SnapshotService
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.system.background import Background
+from kvpool.daemon.system.timers import Timers
 from kvpool.model.backend import Backend, BackendLimits
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 from tests.support.engine_harness import MAX_MODEL_LEN, Harness, prompts
 

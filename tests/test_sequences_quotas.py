@@ -9,12 +9,12 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvpool.client.errors import QuotaExceeded
-from kvpool.daemon import sequence_objects
-from kvpool.daemon.sequence_objects import SequenceObject, SequenceObjects
-from kvpool.daemon.sessions import Peer, Session
-from kvpool.daemon.snapshot_file import Image
-from kvpool.daemon.timers import Timers
+from kvpool.client.wire.errors import QuotaExceeded
+from kvpool.daemon.persistence.snapshot_file import Image
+from kvpool.daemon.serving import sequence_objects
+from kvpool.daemon.serving.sequence_objects import SequenceObject, SequenceObjects
+from kvpool.daemon.serving.sessions import Peer, Session
+from kvpool.daemon.system.timers import Timers
 from tests.support.engine_harness import Harness
 
 ALICE, BOB = (cast(Session, SimpleNamespace(peer=Peer(uid, uid, 0))) for uid in (1, 2))

@@ -14,10 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from kvpool.client.errors import InvalidArgument, KVPoolError, NotFound, NotOwner, QuotaExceeded, TooLong, Unsupported
-from kvpool.daemon import snapshot_file
-from kvpool.daemon.snapshot_file import Image, Suitability, pieces, read
-from kvpool.daemon.snapshots import UNFINISHED_S, SnapshotStore, check_name, state_directory
+from kvpool.client.wire.errors import (
+    InvalidArgument,
+    KVPoolError,
+    NotFound,
+    NotOwner,
+    QuotaExceeded,
+    TooLong,
+    Unsupported,
+)
+from kvpool.daemon.persistence import snapshot_file
+from kvpool.daemon.persistence.snapshot_file import Image, Suitability, pieces, read
+from kvpool.daemon.persistence.snapshots import UNFINISHED_S, SnapshotStore, check_name, state_directory
 
 HERE = Suitability("hash", "layout", block_size=4, block_bytes=24, vocab_size=100, max_model_len=50)
 OWNER = 1000
@@ -228,7 +236,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_older_one(
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvpool.daemon.snapshots.os.fsync", fails)
+    monkeypatch.setattr("kvpool.daemon.persistence.snapshots.os.fsync", fails)
     with pytest.raises(KVPoolError, match="No space left on device"):
         store.save(1, "a", image(seed=1), LARGE)
     monkeypatch.undo()

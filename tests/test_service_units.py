@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.daemon import service_install
-from kvpool.daemon.service_install import install, status, uninstall
+from kvpool.daemon.system import service_install
+from kvpool.daemon.system.service_install import install, status, uninstall
 
 UNITS = ("kvpoold.service", "kvpoold.socket", "kvpool-gateway.service")
 needs_systemd = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed here")

@@ -6,9 +6,9 @@ import mmap
 import os
 import socket
 
-from kvpool.client.arena import ARENA, Layout
+from kvpool.client.arena.arena import ARENA, Layout
 from kvpool.client.lifeline import FrameKind, FrameReader, encode_frame
-from kvpool.client.protocol import Hello, Welcome
+from kvpool.client.wire.protocol import Hello, Welcome
 from tests.support.raw_client import RawClient
 
 

@@ -12,20 +12,20 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from kvpool.client.arena import PAGE_BYTES, Layout
+from kvpool.client.arena.arena import PAGE_BYTES, Layout
 from kvpool.client.core import Core
-from kvpool.client.errors import ConnectionLost, KVPoolError
 from kvpool.client.lifeline import connect_lifeline
-from kvpool.client.messages import ServerLimits
 from kvpool.client.requests import Options, make_submit, new_id
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.client.stream_state import StreamState
-from kvpool.daemon.calls import Calls
-from kvpool.daemon.clients import Clients
-from kvpool.daemon.config import Config
-from kvpool.daemon.parcels import Sent
-from kvpool.daemon.sessions import Peer, Sessions
-from kvpool.daemon.timers import Timers
+from kvpool.client.wire.errors import ConnectionLost, KVPoolError
+from kvpool.client.wire.messages import ServerLimits
+from kvpool.daemon.serving.calls import Calls
+from kvpool.daemon.serving.clients import Clients
+from kvpool.daemon.serving.parcels import Sent
+from kvpool.daemon.serving.sessions import Peer, Sessions
+from kvpool.daemon.settings.config import Config
+from kvpool.daemon.system.timers import Timers
 from tests.support.engine_harness import Harness
 from tests.support.scripted_backend import ScriptedBackend
 

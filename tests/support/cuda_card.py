@@ -20,7 +20,7 @@ Work = Callable[[], None]
 
 
 class Card:
-    """Fulfils `kvpool.model.cuda_device.CudaDevice` with kernels by the PTX interpreter, strictly.
+    """Fulfils `kvpool.model.cuda.device.CudaDevice` with kernels by the PTX interpreter, strictly.
 
     The pool's memory counts as unwritten until a kernel writes it.
     """

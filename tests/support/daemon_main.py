@@ -25,11 +25,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvpool.daemon.__main__ import main
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.config import Config
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.settings.config import Config
 from kvpool.model.backend import Backend, BackendLimits, Progress
 from kvpool.model.batch import StepBatch, StepResult
-from kvpool.model.cpu_backend import CpuBackend
+from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.loading import LoadedModel
 from kvpool.model.program import Program
 from kvpool.model.weights import Checkpoint
@@ -95,7 +95,7 @@ class PacedBackend(CpuBackend):
 
 def twins(program: Program, checkpoint: Checkpoint, limits: BackendLimits) -> Backend:
     from kvpool.cuda_kernels.layout import AttentionShape
-    from kvpool.model.cuda_backend import CudaBackend
+    from kvpool.model.cuda.backend import CudaBackend
     from tests.support.cuda_card import TwinCard
 
     config = program.config

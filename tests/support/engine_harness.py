@@ -10,20 +10,20 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from kvpool.client.protocol import Finished, Notice, Submit, TokenBatch, pack_token_ids
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.engine import Engine
-from kvpool.daemon.journal import Journal
-from kvpool.daemon.limits import SchedulerLimits
-from kvpool.daemon.metrics import Metrics
-from kvpool.daemon.prefix_cache import PrefixCache
-from kvpool.daemon.prompt_rows import Rows
-from kvpool.daemon.request import Request
-from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.step_runner import StepRunner
-from kvpool.daemon.submission import make_request
-from kvpool.daemon.text import Text
+from kvpool.client.wire.protocol import Finished, Notice, Submit, TokenBatch, pack_token_ids
+from kvpool.daemon.engine.engine import Engine
+from kvpool.daemon.engine.metrics import Metrics
+from kvpool.daemon.engine.prompt_rows import Rows
+from kvpool.daemon.engine.request import Request
+from kvpool.daemon.engine.step_runner import StepRunner
+from kvpool.daemon.engine.submission import make_request
+from kvpool.daemon.engine.text import Text
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.memory.prefix_cache import PrefixCache
+from kvpool.daemon.persistence.journal import Journal
+from kvpool.daemon.scheduling.limits import SchedulerLimits
+from kvpool.daemon.scheduling.scheduler import Scheduler
 from kvpool.model.backend import Backend, BackendLimits
 from kvpool.model.loading import LoadedModel, load_model
 from tests.support.numpy_backend import NumpyBackend

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from kvpool.client.lifeline import FrameKind, FrameReader, encode_frame
-from kvpool.client.protocol import (
+from kvpool.client.wire.protocol import (
     Accepted,
     ClientMessage,
     Failed,

@@ -10,9 +10,9 @@ import zlib
 from array import array
 from collections.abc import Sequence as Items
 
-from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.sequence import Sequence, SequenceState
-from kvpool.daemon.step_plan import Chunk, StepPlan
+from kvpool.daemon.memory.sequence import Sequence, SequenceState
+from kvpool.daemon.scheduling.scheduler import Scheduler
+from kvpool.daemon.scheduling.step_plan import Chunk, StepPlan
 
 VOCAB_SIZE = 64
 

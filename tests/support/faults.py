@@ -21,9 +21,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from kvpool.client import Client
-from kvpool.client.arena import BULK_TAIL, RING_AT, RING_TAIL
-from kvpool.client.errors import ProtocolError
-from kvpool.client.protocol import Submit, decode_client_message, encode
+from kvpool.client.arena.arena import BULK_TAIL, RING_AT, RING_TAIL
+from kvpool.client.wire.errors import ProtocolError
+from kvpool.client.wire.protocol import Submit, decode_client_message, encode
 from tests.support.arena_raw import ArenaRaw
 from tests.support.daemon_process import DaemonProcess
 from tests.support.raw_client import RawClient

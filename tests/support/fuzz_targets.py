@@ -17,22 +17,22 @@ from collections.abc import Callable
 import msgpack
 import numpy as np
 
-from kvpool.client.arena import BULK_TAIL, PAGE_BYTES, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Layout
-from kvpool.client.codec import decode_client_message, decode_daemon_message, encode
-from kvpool.client.errors import Busy, KVPoolError, ProtocolError
+from kvpool.client.arena.arena import BULK_TAIL, PAGE_BYTES, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Layout
+from kvpool.client.arena.map_segment import MapLayout, _unpacked
+from kvpool.client.arena.pool_map import PoolMap
+from kvpool.client.arena.regions import BulkReader, BulkWriter, UploadReader
+from kvpool.client.arena.ring import HAS_LOGPROB, LOGITS, PLACE, RECORD, TEXT_GOES_ON, RingReader, RingWriter
 from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.lifeline import MAX_PAYLOAD_BYTES, FrameReader, encode_frame
-from kvpool.client.map_segment import MapLayout, _unpacked
-from kvpool.client.messages import Generate, Rows, Submit, TokenBatch
-from kvpool.client.pool_map import PoolMap
 from kvpool.client.prompt_rows import RequestRows, array_of
-from kvpool.client.regions import BulkReader, BulkWriter, UploadReader
-from kvpool.client.ring import HAS_LOGPROB, LOGITS, PLACE, RECORD, TEXT_GOES_ON, RingReader, RingWriter
 from kvpool.client.sampling_params import SamplingParams
-from kvpool.daemon.journal_file import MAGIC, frame, read_frames
-from kvpool.daemon.journal_records import Accept, End, Finish, Forget, JournalDamaged, pack, unpack
-from kvpool.daemon.journal_records import Generate as Generated
-from kvpool.daemon.snapshot_file import Image, Suitability, pieces, read
+from kvpool.client.wire.codec import decode_client_message, decode_daemon_message, encode
+from kvpool.client.wire.errors import Busy, KVPoolError, ProtocolError
+from kvpool.client.wire.messages import Generate, Rows, Submit, TokenBatch
+from kvpool.daemon.persistence.journal_file import MAGIC, frame, read_frames
+from kvpool.daemon.persistence.journal_records import Accept, End, Finish, Forget, JournalDamaged, pack, unpack
+from kvpool.daemon.persistence.journal_records import Generate as Generated
+from kvpool.daemon.persistence.snapshot_file import Image, Suitability, pieces, read
 
 from .wire_samples import FRAMES, SAMPLES
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvpool.model.errors import ModelError
+from kvpool.model.files.pull import resolve
 from kvpool.model.loading import LoadedModel, load_model
-from kvpool.model.pull import resolve
 
 _DIRECTORY = Path(__file__).resolve().parents[1] / "gold"
 

@@ -23,17 +23,7 @@ import msgpack
 import zmq
 
 from kvpool.client.lifeline import FrameKind, encode_frame
-from kvpool.client.protocol import (
-    Attach,
-    Call,
-    Cancel,
-    Credit,
-    Goodbye,
-    Hello,
-    OpenSequence,
-    Submit,
-    encode,
-)
+from kvpool.client.wire.protocol import Attach, Call, Cancel, Credit, Goodbye, Hello, OpenSequence, Submit, encode
 from tests.support.daemon_process import ROOT, DaemonProcess, at_rest, eventually
 from tests.support.other_user import become
 from tests.support.raw_client import RawClient

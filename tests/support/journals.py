@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpool.client.protocol import Finished, Submit, TokenBatch, Usage, pack_token_ids
-from kvpool.daemon.journal import Found, Journal
-from kvpool.daemon.journal_records import Accept, KnownRequest, KnownSample
+from kvpool.client.wire.protocol import Finished, Submit, TokenBatch, Usage, pack_token_ids
+from kvpool.daemon.persistence.journal import Found, Journal
+from kvpool.daemon.persistence.journal_records import Accept, KnownRequest, KnownSample
 
 IDENTITY = {"model": "tiny", "dtype": "float32", "block_size": 16}
 GRACE_S = 60.0

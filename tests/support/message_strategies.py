@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvpool.client import schema, token_ids
-from kvpool.client.protocol import CLIENT_MESSAGES, DAEMON_MESSAGES
-from kvpool.client.schema import record_of
+from kvpool.client.wire import schema, token_ids
+from kvpool.client.wire.protocol import CLIENT_MESSAGES, DAEMON_MESSAGES
+from kvpool.client.wire.schema import record_of
 
 MAX_LENGTH = 4  # of arrays and texts, whatever the wire allows
 

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvpool.client import schema
-from kvpool.client.protocol import (
+from kvpool.client.wire import schema
+from kvpool.client.wire.protocol import (
     CLIENT_MESSAGES,
     DAEMON_MESSAGES,
     ChatMessage,
@@ -21,7 +21,7 @@ from kvpool.client.protocol import (
     TokenBatch,
     Usage,
 )
-from kvpool.client.schema import record_of
+from kvpool.client.wire.schema import record_of
 
 PAGE = Path(__file__).resolve().parents[2] / "PROTOCOL.md"
 PARTS = {kind.__name__: kind for kind in (ChatMessage, ServerLimits, TokenBatch, Usage, ErrorInfo)}

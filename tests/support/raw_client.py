@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 
 from kvpool.client.lifeline import LIFELINE_SUFFIX, FrameKind, FrameReader, encode_frame
-from kvpool.client.protocol import (
+from kvpool.client.wire.protocol import (
     ClientMessage,
     DaemonMessage,
     Failed,

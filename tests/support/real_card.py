@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvpool.model.cuda_device import CudaDevice, CupyDevice, Work
+from kvpool.model.cuda.device import CudaDevice, CupyDevice, Work
 from tests.ptx import Device
 from tests.ptx.memory import UNWRITTEN, WRITTEN
 from tests.support.cuda_card import Card

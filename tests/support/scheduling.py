@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.daemon.block_pool import BlockPool
-from kvpool.daemon.limits import OwnerLimits, SchedulerLimits
-from kvpool.daemon.prefix_cache import PrefixCache
-from kvpool.daemon.scheduler import Scheduler
-from kvpool.daemon.sequence import Sequence
+from kvpool.daemon.memory.block_pool import BlockPool
+from kvpool.daemon.memory.prefix_cache import PrefixCache
+from kvpool.daemon.memory.sequence import Sequence
+from kvpool.daemon.scheduling.limits import OwnerLimits, SchedulerLimits
+from kvpool.daemon.scheduling.scheduler import Scheduler
 from tests.support.fake_device import FakeDevice, undisturbed
 
 UID = 1000

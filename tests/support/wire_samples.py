@@ -13,7 +13,8 @@ from typing import Any
 import msgpack
 
 from kvpool.client.lifeline import FrameKind, encode_frame
-from kvpool.client.protocol import (
+from kvpool.client.sampling_params import SamplingParams
+from kvpool.client.wire.protocol import (
     Accepted,
     Append,
     Attach,
@@ -49,7 +50,6 @@ from kvpool.client.protocol import (
     encode,
     pack_token_ids,
 )
-from kvpool.client.sampling_params import SamplingParams
 
 WIRE = Path(__file__).resolve().parents[1] / "wire"
 EPOCH = 1_700_000_000_000_000_000

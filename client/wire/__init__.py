@@ -1,0 +1,1 @@
+"""The wire: messages, their types and ranges, and their bytes. PROTOCOL.md describes it."""

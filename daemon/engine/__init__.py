@@ -1,0 +1,1 @@
+"""Scheduler, device and text, one step at a time: requests become tokens here."""

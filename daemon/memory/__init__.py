@@ -1,0 +1,1 @@
+"""The KV memory: blocks, the tables that hold them, the prefix cache, and the host pool."""

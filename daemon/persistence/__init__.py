@@ -1,0 +1,1 @@
+"""What outlives a daemon: the journal of accepted requests, and snapshots of sequences."""

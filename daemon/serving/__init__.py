@@ -1,0 +1,1 @@
+"""The loop, and everybody who talks to it: clients, administrators, scrapers."""

@@ -1,0 +1,64 @@
+"""The daemon's side of a session's shared memory: how large it is, and the ends of its ring and regions."""
+
+from __future__ import annotations
+
+import os
+
+from ...client.arena.arena import PAGE_BYTES, Arena, Layout
+from ...client.arena.bell import Bell
+from ...client.arena.regions import BulkWriter, UploadReader
+from ...client.arena.ring import RingWriter
+from ...client.wire.token_ids import ITEM_BYTES
+
+RING_RECORDS = 8192
+"""256 KiB; the windows of 32 samples that nobody reads. The longest text of one token (64 KiB) fits too."""
+
+MIN_UPLOAD_BYTES, MAX_UPLOAD_BYTES = 64 * 2**10, 4 * 2**20
+BULK_ROWS = 32
+MIN_BULK_BYTES, MAX_BULK_BYTES = 2**20, 64 * 2**20
+
+
+def layout_for(*, vocab_size: int, max_model_len: int) -> Layout:
+    """Room for two of the longest prompts and for BULK_ROWS rows of logits, within bounds. What is never used of it
+    costs no memory."""
+    upload = min(max(2 * max_model_len * ITEM_BYTES, MIN_UPLOAD_BYTES), MAX_UPLOAD_BYTES)
+    bulk = min(max(BULK_ROWS * vocab_size * 4, MIN_BULK_BYTES), MAX_BULK_BYTES)
+    return Layout(RING_RECORDS, _whole_pages(upload), _whole_pages(bulk))
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class SessionArena:
+    """One session's arena and bell. `fds` are to be passed on, and then given up with `forget_fds`."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Raises OSError where there is no memory or no descriptor left."""
+        self.bell = Bell()
+        try:
+            self._arena, self._fd = Arena.create(layout)
+        except BaseException:
+            self.bell.close()
+            raise
+        self.upload = UploadReader(self._arena)
+        self.bulk = BulkWriter(self._arena)
+        self.ring = RingWriter(self._arena, self.bulk)
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Of the arena, and of the bell's other end."""
+        return self._fd, self.bell.reader_fd
+
+    def forget_fds(self) -> None:
+        """Idempotent."""
+        self.bell.forget_reader()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """Unmap and close everything."""
+        self.forget_fds()
+        self.bell.close()
+        self._arena.close()

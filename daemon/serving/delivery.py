@@ -1,0 +1,129 @@
+"""Giving out: parcels to their readers in order, held for readers that are slow, whose sequences pause meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ...client.arena.ring import RingBatch
+from ...client.wire.errors import ProtocolError
+from ...client.wire.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
+from ..engine.engine import Engine, Output
+from ..engine.prompt_rows import Rows
+from ..engine.request import Request
+from .parcels import LOGITS, Letter, Parcel, RingTokens, Send, Sent, rows_parcel
+from .sessions import Session
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOX = 4096
+"""Parcels held for one session that does not read: its sequences pause at the first, a flood of calls ends it."""
+
+SLOW_READER = "its client does not read"
+
+
+class Delivery:
+    """`gone` settles a session whose reader is not there any more; `damaged` ends one that has broken its arena."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        send: Send,
+        *,
+        gone: Callable[[Session], None],
+        damaged: Callable[[Session, ProtocolError], None],
+    ) -> None:
+        self._engine = engine
+        self._send_bytes = send
+        self._gone = gone
+        self._damaged = damaged
+        self._slow: dict[Session, None] = {}  # have an outbox
+
+    def send(self, session: Session, message: DaemonMessage) -> None:
+        """Send, or hold for a reader that is slow, or settle a session that is gone."""
+        self.give(session, Letter(encode(message)))
+
+    def give(self, session: Session, parcel: Parcel) -> None:
+        if session.closed:
+            return
+        if not session.outbox:
+            if self._hand_over(session, parcel) is not Sent.FULL:
+                return
+            self._slow[session] = None
+            for request in session.requests.values():
+                self._engine.pace.hold(request, SLOW_READER)
+        session.outbox.append(parcel)
+        if len(session.outbox) > MAX_OUTBOX:
+            log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
+            self._gone(session)
+
+    def _hand_over(self, session: Session, parcel: Parcel) -> Sent:
+        try:
+            sent = parcel.give(session, self._send_bytes)
+        except ProtocolError as error:
+            session.outbox.clear()
+            self._damaged(session, error)
+            return Sent.GONE
+        if sent is Sent.GONE:
+            self._gone(session)
+        return sent
+
+    def retry(self) -> None:
+        """Offer slow readers what is held for them; whoever has taken everything goes on."""
+        for session in list(self._slow):
+            self.offer(session)
+
+    def offer(self, session: Session) -> None:
+        """The same for one of them."""
+        while session.outbox and self._hand_over(session, session.outbox[0]) is Sent.YES:
+            session.outbox.popleft()
+        if not session.outbox:
+            self._slow.pop(session, None)
+            for request in session.requests.values():
+                self._engine.pace.unhold(request)
+
+    def forget(self, session: Session) -> None:
+        """It is over: nothing is held for it any more."""
+        self._slow.pop(session, None)
+
+    @property
+    def has_slow(self) -> bool:
+        return bool(self._slow)
+
+    @property
+    def num_held(self) -> int:
+        """Parcels held for slow readers."""
+        return sum(len(session.outbox) for session in self._slow)
+
+
+def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session, Parcel]]:
+    """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
+    events: dict[Session, list[TokenBatch]] = {}
+    rings: dict[Session, list[RingBatch]] = {}
+    logits: dict[tuple[Request, int], NDArray[Any]] = {}  # of tokens that come next, for the ring
+    others: list[tuple[Session, Finished | Notice]] = []
+    for request, message in outputs:
+        session = request.session
+        if not isinstance(session, Session):
+            continue
+        if isinstance(message, TokenBatch):
+            if request.handle is None:
+                events.setdefault(session, []).append(message)
+            else:
+                rows = logits.get((request, message.sample)) if request.want_logits else None
+                rings.setdefault(session, []).append((request.handle, message, rows))
+        elif isinstance(message, Rows) and request.handle is not None and message.kind == LOGITS:
+            logits[request, message.sample] = message.values
+        elif isinstance(message, Rows):
+            yield session, rows_parcel(epoch, request.request_id, message)
+        else:
+            others.append((session, message))
+    for session, records in rings.items():
+        yield session, RingTokens(records)
+    for session, batches in events.items():
+        yield session, Letter(encode(Tokens(epoch, tuple(batches))))
+    for session, end in others:
+        yield session, Letter(encode(end))

@@ -1,0 +1,110 @@
+"""What is on its way to one client, and how it gets there: messages through ZeroMQ, tokens through the arena's ring.
+
+A parcel that its reader has no room for stays first in the session's outbox and is given again later, what is left of
+it. So order is kept whichever way things go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ...client.arena.regions import Teller
+from ...client.arena.ring import RingBatch
+from ...client.wire.protocol import DaemonMessage, encode
+from ...client.wire.protocol import Rows as RowsMessage
+from ..engine.prompt_rows import Rows
+from .sessions import Session
+
+LOGITS = "logits"
+MIN_BULK_BYTES = 1024
+"""Rows of fewer bytes travel inside their message."""
+
+
+class Sent(Enum):
+    """What became of a message."""
+
+    YES = "yes"
+    FULL = "full"  # the peer does not read fast enough: try again later
+    GONE = "gone"  # there is no such peer any more
+
+
+Blob = bytes | tuple[int, int]
+"""Bytes of a message, or where they lie in the arena's bulk region: cursor and number."""
+
+Send = Callable[[bytes, bytes], Sent]
+"""Hands bytes to ZeroMQ for the peer with a routing id."""
+
+
+class Parcel(Protocol):
+    def give(self, session: Session, send: Send) -> Sent:
+        """Deliver, or what is left of it. Raises ProtocolError if the session's arena was damaged by its client."""
+
+
+class Letter:
+    """One encoded message."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def give(self, session: Session, send: Send) -> Sent:
+        return send(session.routing_id, self._data)
+
+
+class BulkParcel:
+    """An array, in the bulk region where there is one, and the message that tells of it.
+
+    `tell` makes the message, given the bytes or their place. `waits`: for room in the region, however long.
+    """
+
+    def __init__(self, values: NDArray[Any], tell: Callable[[Blob], DaemonMessage], *, waits: bool) -> None:
+        self._values = values
+        self._tell = tell
+        self._waits = waits
+        self._letter: Letter | None = None  # once it is known where the array lies
+
+    def give(self, session: Session, send: Send) -> Sent:
+        if self._letter is None:
+            data = self._place(session)
+            if data is None:
+                return Sent.FULL
+            self._letter = Letter(encode(self._tell(data)))
+        return self._letter.give(session, send)
+
+    def _place(self, session: Session) -> Blob | None:
+        if session.arena is not None and self._values.nbytes >= MIN_BULK_BYTES:
+            place = session.arena.bulk.put(self._values, Teller.MESSAGE)
+            if place is not None or self._waits:
+                return place
+        return self._values.tobytes()
+
+
+def rows_parcel(epoch: int, request_id: str, rows: Rows) -> BulkParcel:
+    """Rows about a request. Only logits wait for room: there is no end of them, and messages of that size would pile
+    up."""
+
+    def tell(data: Blob) -> DaemonMessage:
+        return RowsMessage(epoch, request_id, rows.sample, rows.kind, rows.index, len(rows.values), data)
+
+    return BulkParcel(rows.values, tell, waits=rows.kind == LOGITS)
+
+
+class RingTokens:
+    """Tokens of one step, for the ring."""
+
+    def __init__(self, batches: list[RingBatch]) -> None:
+        self._batches = batches
+        self._first = 0  # token of the first batch that is not written yet
+
+    def give(self, session: Session, send: Send) -> Sent:
+        arena = session.arena
+        if arena is None:
+            return Sent.GONE
+        done, self._first = arena.ring.write_step(self._batches, self._first)
+        del self._batches[:done]
+        if arena.ring.publish():
+            arena.bell.ring()
+        return Sent.FULL if self._batches else Sent.YES

@@ -1,0 +1,79 @@
+"""Which device serves: the back end that the settings ask for, and what `pool_bytes = auto` may take of its memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+
+from ...model.backend import Backend, BackendLimits, Progress
+from ...model.cache import cache_directory
+from ...model.loading import LoadedModel
+from ..settings.config import Config
+from ..settings.options import ConfigError
+
+log = logging.getLogger(__name__)
+
+NVIDIA_NODES = ("/dev/nvidiactl", "/dev/dxg")
+"""Device nodes of NVIDIA's driver, on Linux and under WSL. Looking for them costs nothing; importing CuPy does."""
+
+
+def chosen_device(config: Config) -> str:
+    """`cpu` or `cuda`: auto takes the card where there is a driver for one, and CuPy to use it."""
+    if config.device != "auto":
+        return config.device
+    if not any(os.path.exists(node) for node in NVIDIA_NODES):
+        return "cpu"
+    if importlib.util.find_spec("cupy") is None:
+        log.warning("there is a GPU here; to use it, install kvpool[daemon,cuda13]")
+        return "cpu"
+    return "cuda"
+
+
+def device_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+    """The back end, with weights and workspace. Its compiler is imported here: it takes longer than all the rest.
+
+    Raises ConfigError for what the device cannot do, MemoryError for what does not fit.
+    """
+    make = _cuda_backend if chosen_device(config) == "cuda" else _cpu_backend
+    try:
+        return make(config, model, limits, progress)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _cpu_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+    from ...model.cpu.backend import CpuBackend
+
+    return CpuBackend(
+        model.program,
+        model.checkpoint,
+        limits,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        threads=config.threads or 0,
+        progress=progress,
+        model_hash=model.model_hash,
+    )
+
+
+def _cuda_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+    try:
+        from ...model.cuda.backend import CudaBackend
+
+        return CudaBackend(
+            model.program,
+            model.checkpoint,
+            limits,
+            dtype=config.dtype,
+            kv_dtype="float8_e4m3" if config.kv_dtype == "fp8" else config.kv_dtype,
+            products=config.products,
+            progress=progress,
+            kernel_folder=cache_directory() / "kernels" / "cuda",
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"device cuda needs {error.name}; install kvpool[daemon,cuda13], or set device to cpu"
+        ) from None
+    except RuntimeError as error:
+        raise ConfigError(f"the card cannot be used: {error}; set device to cpu") from None

@@ -1,0 +1,1 @@
+"""The CPU back end: a Program as rows of a table that a team of threads runs."""

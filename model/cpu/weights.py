@@ -1,0 +1,130 @@
+"""Weights of the CPU back end: loaded once, packed into panels, held once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...cpu_kernels import packing
+from ...cpu_kernels.groups import GROUP_FORMATS, Codes, pack_codes
+from ...cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT4_K, INT8, INT8_K
+from ...cpu_kernels.packing import round_up
+from ..backend import Progress
+from ..host_memory import Bytes, Layout, map_bytes
+from ..program import Embed, Linear, Logits, Program, Weight
+from ..quantised import GGUF, gguf_codes, joined, nearest_codes, widen
+from ..weights import Checkpoint, check_weight, load_weight
+from .weight_cache import WeightCache, cache_name
+
+# What `dtype` may say, and how matrices are held then unless the file holds codes of that width: see `format_of`.
+WEIGHT_DTYPES = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
+# Formats whose codes are taken over as they are where the file has such.
+_KEPT = {"auto": (INT8, INT4, INT8_K, INT4_K), "int8": (INT8,), "int4": (INT4, INT4_K)}
+
+
+WORTH_KEEPING_BYTES = 16 << 20  # less is packed in no time
+
+
+def matrices(program: Program) -> set[Weight]:
+    """The weights that a product or a gather reads in panels; all others are vectors."""
+    found = set()
+    for op in program.ops:
+        if isinstance(op, Linear | Logits):
+            found.add(op.weight)
+        elif isinstance(op, Embed):
+            found.add(op.table)
+    return found
+
+
+def format_of(checkpoint: Checkpoint, weight: Weight, dtype: str) -> int:
+    """How a matrix is held. `auto` keeps the codes of quantised files, and makes bfloat16 of everything else.
+
+    Rows that are not whole groups cannot be codes; they are bfloat16 then.
+    """
+    kinds = {checkpoint.raw(name).kind for name in weight.names}
+    if dtype in _KEPT and kinds <= GGUF.keys():
+        held = {GGUF[kind][1] for kind in kinds}
+        common = held.pop() if len(held) == 1 else INT4_K if held == {INT4, INT4_K} else INT8_K
+        if common in _KEPT[dtype]:
+            return common
+    wanted = WEIGHT_DTYPES[dtype]
+    if wanted in GROUP_FORMATS and weight.cols % GROUP_FORMATS[wanted].size:
+        return BFLOAT16
+    return wanted
+
+
+def load_codes(checkpoint: Checkpoint, weight: Weight, weight_format: int) -> Codes:
+    """A matrix in codes of `weight_format`: the file's own where they fit, else the nearest."""
+    check_weight(checkpoint, weight)
+    parts = []
+    for name in weight.names:
+        raw = checkpoint.raw(name)
+        held = GGUF[raw.kind][1] if raw.kind in GGUF else None
+        if held is not None and (held == weight_format or weight_format in (INT8_K, INT4_K)):
+            codes = gguf_codes(raw.kind, raw.data)
+            parts.append(codes if held == weight_format else widen(codes, weight_format, held))
+        else:
+            parts.append(nearest_codes(checkpoint.load(name).reshape(-1, weight.cols), weight_format))
+    return joined(parts)
+
+
+@dataclass(slots=True)
+class PackedWeights:
+    """All weights in one mapping; `addresses` says where each starts, `formats` how each matrix is held."""
+
+    memory: Bytes
+    addresses: dict[Weight, int]
+    formats: Mapping[Weight, int]
+
+
+def pack_weights(
+    program: Program,
+    checkpoint: Checkpoint,
+    dtype: str,
+    progress: Progress,
+    cache: WeightCache | None = None,
+    model_hash: str = "",
+) -> PackedWeights:
+    """Load every weight once and pack it. Only one unpacked weight is in memory at a time.
+
+    With a `cache`, and `model_hash` saying what the checkpoint holds, they come from there if they were packed before.
+    """
+    panels, layout, offsets = matrices(program), Layout(), {}
+    formats = {weight: format_of(checkpoint, weight, dtype) for weight in program.weights() if weight in panels}
+    sizes = {}
+    for weight in program.weights():
+        if weight in panels:
+            sizes[weight] = -(-weight.rows // 16) * packing.panel_bytes(formats[weight], weight.cols)
+        else:
+            sizes[weight] = round_up(weight.rows * weight.cols, 16) * 4
+        offsets[weight] = layout.reserve(sizes[weight])
+    memory = map_bytes(layout.size, "the weights", "use a smaller model or dtype")
+    name = ""
+    if cache is not None and layout.size >= WORTH_KEEPING_BYTES:
+        placed = (f"{weight} {formats.get(weight)} {offset}" for weight, offset in offsets.items())
+        name = cache_name([model_hash, *placed])
+        progress("reading packed weights", 0.0)
+    if not (cache and name and cache.load(name, memory)):
+        for weight, offset in offsets.items():
+            progress("packing weights", offset / layout.size)
+            target = memory[offset : offset + sizes[weight]]
+            target[:] = 0  # a cache that could not be believed may have left something
+            _pack(checkpoint, weight, formats.get(weight), target)
+        problem = cache.store(name, memory) if cache and name else ""
+        progress(f"weights will be packed again next time: {problem}" if problem else "packing weights", 1.0)
+    start = memory.ctypes.data
+    return PackedWeights(memory, {weight: start + offset for weight, offset in offsets.items()}, formats)
+
+
+def _pack(checkpoint: Checkpoint, weight: Weight, weight_format: int | None, target: Bytes) -> None:
+    """Write one weight to `target`; a vector (no format) as float32."""
+    if weight_format in GROUP_FORMATS:
+        pack_codes(load_codes(checkpoint, weight, weight_format), weight_format, target)
+        return
+    values = load_weight(checkpoint, weight)
+    if weight_format is None:
+        target.view(np.float32)[: values.size] = values.reshape(-1)
+    else:
+        packing.pack(values, weight_format, target)

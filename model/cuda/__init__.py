@@ -1,0 +1,1 @@
+"""The CUDA back end: a Program as kernel launches on one card."""

@@ -1,0 +1,1 @@
+"""Model files: Hugging Face directories, GGUF, and where they are fetched from."""
