@@ -377,6 +377,7 @@ def test_authorised_keys(tmp_path: Path) -> None:
         f"desk {ALICE} {ONE}\ndesk {ALICE} {TWO}",
         f"desk {ALICE} {ONE}\nlap {ALICE} {ONE}",
     ],
+    ids=range(9),  # keys are fresh in each process, names of tests must not be
 )
 def test_lines_that_cannot_be_used(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
