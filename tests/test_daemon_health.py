@@ -80,7 +80,9 @@ def test_status_names_what_is_stuck_and_why(capsys: pytest.CaptureFixture[str]) 
             return code, capsys.readouterr().out
 
         assert status() == (0, "healthy: 0 running, 0 waiting, 0 paused\n")
-        streams = [pool.submit("The sea", request_id=name, max_tokens=4) for name in ("first", "second")]
+        streams = [pool.submit("The sea", request_id="first", max_tokens=4)]
+        assert eventually(lambda: pool.stats()["sequences_running"] == 1)
+        streams.append(pool.submit("The sea", request_id="second", max_tokens=4))
         assert eventually(lambda: not pool.stats()["healthy"])
         code, shown = status()
         assert code == 1
@@ -91,7 +93,7 @@ def test_status_names_what_is_stuck_and_why(capsys: pytest.CaptureFixture[str]) 
         assert "first" in first
         assert "the device has its step since" in first
         assert "second" in second
-        assert "all 1 places are taken" in second
+        assert "it came after the step began that does not finish" in second
         code, shown = status("--json")
         report = json.loads(shown)
         assert (code, report["healthy"], len(report["stuck"])) == (1, False, 2)

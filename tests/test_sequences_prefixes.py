@@ -65,7 +65,7 @@ def test_a_pin_ends_in_time_although_nobody_asks(pool: Client) -> None:
         chat.generate(max_tokens=0)
         chat.pin(ttl_s=0.2)
     (pin,) = pool.pins()
-    assert 0 < pin["expires_in_s"] <= 0.2
+    assert 0 < pin["expires_in_s"] < 0.2001  # a difference of times since the machine started
     assert eventually(lambda: pool.stats()["blocks_used"] == 0)
     assert pool.pins() == []
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_exposure_is_below_two(installed: Path, name: str) -> None:
 
 def test_identity_and_kernels_are_not_hardened_away() -> None:
     """PrivateUsers= would turn every peer into nobody; MemoryDenyWriteExecute= would stop the compiler."""
-    text = (Path(service_install.__file__).parents[1] / "systemd/kvpoold.service").read_text()
+    text = (resources.files("kvpool.systemd") / "kvpoold.service").read_text()
     settings = dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
     assert settings.get("PrivateUsers", "no") == "no"
     assert settings.get("MemoryDenyWriteExecute", "no") == "no"

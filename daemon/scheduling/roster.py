@@ -8,6 +8,8 @@ from ..memory.sequence import Sequence, SequenceState
 from .fairness import VirtualCounters
 from .waiting_queue import WaitingQueue
 
+QUEUED = "queued"  # why a sequence waits that no step was planned with yet
+
 
 class Roster:
     """Moves sequences between places; every move keeps the counts per owner and the fairness counters right."""

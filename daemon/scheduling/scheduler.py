@@ -28,7 +28,7 @@ from .fairness import RateLimiter
 from .intake import Intake
 from .limits import SchedulerLimits
 from .residency import Residency
-from .roster import Roster
+from .roster import QUEUED, Roster
 from .step_filler import StepFiller
 from .step_plan import Chunk, StepPlan
 from .waiting_queue import due_at
@@ -381,7 +381,7 @@ class Scheduler:
         if sequence.num_computed_tokens >= sequence.num_tokens:  # there must be a row to sample from
             self.residency.cut(sequence, sequence.num_tokens - 1)
         sequence.protected_until = min(sequence.protected_until, sequence.num_tokens - 1)
-        self.roster.to_queue(sequence, "queued", since, SequenceState.WAITING)
+        self.roster.to_queue(sequence, QUEUED, since, SequenceState.WAITING)
         self._deadlines.watch(sequence)
 
     def _start_follower(self, leader: Sequence, follower: Sequence) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..engine.engine import Engine
 from ..memory.sequence import Sequence
+from ..scheduling.roster import QUEUED
 
 
 class Health(NamedTuple):
@@ -35,4 +36,6 @@ def why_it_waits(sequence: Sequence, engine: Engine, health: Health, now: float)
         return ""
     if not sequence.wait_reason and sequence.in_flight and not health.healthy:
         return f"the device has its step since {engine.in_flight_s(now):.1f} s"
+    if sequence.wait_reason == QUEUED and not health.healthy:  # nobody has looked at it yet
+        return "it came after the step began that does not finish"
     return sequence.wait_reason

@@ -47,7 +47,7 @@ def cache_name(parts: Iterable[str]) -> str:
 
     "" where a source was edited after this process loaded it: what it packs must not be kept under the new name.
     """
-    root, digest = Path(__file__).parent.parent, hashlib.blake2b(digest_size=20)
+    root, digest = Path(__file__).parents[2], hashlib.blake2b(digest_size=20)
     for source in SOURCES:
         path = root / source
         if path.stat().st_mtime_ns > LOADED_NS:

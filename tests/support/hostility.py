@@ -11,9 +11,9 @@ import contextlib
 import json
 import os
 import random
-import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -141,7 +141,14 @@ def be_a_neighbour(address: str) -> None:
 
     gaps: dict[str, list[float]] = {}
     wrong: list[str] = []
-    phase, expected = "", None
+    expected: list[int] = []
+    said: list[str | None] = [""]  # the phases so far; None at the end
+
+    def listen() -> None:
+        said.extend(line.strip() for line in sys.stdin)
+        said.append(None)
+
+    threading.Thread(target=listen, daemon=True).start()
     with Client(address, timeout_s=60.0, client_name="neighbour") as pool:
         while True:
             stream = pool.submit(
@@ -150,19 +157,16 @@ def be_a_neighbour(address: str) -> None:
             last, found = 0.0, []
             for event in stream:
                 now = time.monotonic()
-                if last and phase and event.token_id >= 0:
-                    gaps.setdefault(phase, []).append(now - last)
+                if last and said[-1] and event.token_id >= 0:
+                    gaps.setdefault(said[-1], []).append(now - last)
                 last = now
                 found += [event.token_id] if event.token_id >= 0 else []
             expected = expected or found
             if found != expected:
                 wrong.append(f"the neighbour's tokens are others: {found}")
-            while select.select([sys.stdin], [], [], 0)[0]:
-                line = sys.stdin.readline()
-                if not line:
-                    print(json.dumps({"gaps_s": gaps, "wrong": wrong}))
-                    return
-                phase = line.strip()
+            if said[-1] is None:
+                print(json.dumps({"gaps_s": gaps, "wrong": wrong}))
+                return
 
 
 def fuzz(address: str, count: int, seed: int) -> int:
