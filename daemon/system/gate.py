@@ -17,8 +17,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 RESERVE_SHARE = 4
-"""A quarter of the descriptors stays free, for what is accepted until the loop notices and for the daemon itself: 16,384
-of the 65,536 that a daemon asks for. With a hard limit of a few hundred, a flood can be faster than the loop."""
+"""A quarter of the descriptors stays free, for what is accepted until the loop notices and for the daemon itself:
+16,384 of the 65,536 that a daemon asks for. With a hard limit of a few hundred, a flood can be faster than the loop."""
 
 REFUSALS_PER_TURN = 64
 NOWHERE_SUFFIX = ".none"  # not longer than that of the lifelines
