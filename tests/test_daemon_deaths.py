@@ -77,7 +77,7 @@ def test_a_live_idle_client_is_not_taken_for_dead(shared: DaemonProcess) -> None
     with DaemonProcess(lifeline_grace_s=0.1) as daemon, daemon.client() as pool:
         epoch = pool.connect().epoch
         time.sleep(0.5)  # longer than every time limit of that daemon
-        assert pool.generate(PROMPT, max_tokens=2).finish_reason == "length"
+        assert pool.generate(PROMPT, max_tokens=2, ignore_eos=True).finish_reason == "length"
         assert pool.stats()["epoch"] == epoch
         assert pool.stats()["sessions_total"] == 1
 
@@ -202,7 +202,7 @@ def test_every_client_of_a_killed_daemon_has_an_error_within_two_seconds() -> No
             clients[0].stats()
         daemon.start()
         for client in clients:  # they register again by themselves
-            assert client.generate(PROMPT, max_tokens=2).finish_reason == "length"
+            assert client.generate(PROMPT, max_tokens=2, ignore_eos=True).finish_reason == "length"
             client.close()
 
 
@@ -215,7 +215,7 @@ def test_a_second_daemon_is_refused_and_the_first_serves_on(daemon: DaemonProces
     assert second.wait() == 2
     assert f"another kvpoold (pid {daemon.pid}) serves {daemon.address}" in second.log
     second.__exit__()
-    assert pool.generate(PROMPT, max_tokens=2).finish_reason == "length"
+    assert pool.generate(PROMPT, max_tokens=2, ignore_eos=True).finish_reason == "length"
 
 
 def test_sigterm_drains_and_leaves_nothing() -> None:

@@ -328,7 +328,7 @@ def test_clients_have_a_limit() -> None:
     with DaemonProcess(max_clients=2) as daemon, daemon.client() as pool, RawClient(daemon.path) as raw:
         raw.open()
         assert {failed.code for failed in refused_clients(daemon, 3)} == {"busy"}
-        assert pool.generate(PROMPT, max_tokens=1).finish_reason == "length"
+        assert pool.generate(PROMPT, max_tokens=1, ignore_eos=True).finish_reason == "length"
 
 
 def test_accepted_comes_first(raw: RawClient) -> None:

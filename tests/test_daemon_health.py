@@ -93,7 +93,7 @@ def test_status_names_what_is_stuck_and_why(capsys: pytest.CaptureFixture[str]) 
         assert "first" in first
         assert "the device has its step since" in first
         assert "second" in second
-        assert "it came after the step began that does not finish" in second
+        assert "behind a step that does not end" in second
         code, shown = status("--json")
         report = json.loads(shown)
         assert (code, report["healthy"], len(report["stuck"])) == (1, False, 2)

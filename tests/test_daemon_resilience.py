@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.client import KVPoolError
+from kvpool.client import Client, KVPoolError
 from tests.support.daemon_process import DaemonProcess, at_rest, eventually
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -32,8 +32,9 @@ def with_few_descriptors(daemon: DaemonProcess) -> DaemonProcess:
 
 
 @contextlib.contextmanager
-def flood(daemon: DaemonProcess, suffix: str) -> Iterator[None]:
-    """More and more connections that say nothing, until the daemon is short of descriptors."""
+def flood(daemon: DaemonProcess, pool: Client, suffix: str) -> Iterator[None]:
+    """More and more connections that say nothing, until the daemon is short of descriptors. Not more in one turn of its
+    loop than it keeps in reserve."""
     streams: list[socket.socket] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_DESCRIPTORS + 256)), hard))
@@ -41,6 +42,7 @@ def flood(daemon: DaemonProcess, suffix: str) -> Iterator[None]:
     try:
         while "short of file descriptors" not in daemon.log:
             assert time.monotonic() < end
+            pool.stats()  # the loop has taken a turn
             for _ in range(64):
                 if len(streams) < MAX_DESCRIPTORS:
                     streams.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
@@ -60,7 +62,7 @@ def test_out_of_descriptors_old_clients_are_served_and_new_ones_come_later(suffi
     with with_few_descriptors(DaemonProcess("slow", lifeline_grace_s=60)) as daemon, daemon.client() as pool:
         expected = pool.generate(PROMPT, max_tokens=40, **GREEDY).token_ids
         stream = pool.submit(PROMPT, max_tokens=40, **GREEDY)
-        with flood(daemon, suffix):
+        with flood(daemon, pool, suffix):
             assert stream.result().token_ids == expected
             assert pool.generate(PROMPT, max_tokens=40, **GREEDY).token_ids == expected
             with pytest.raises(KVPoolError):

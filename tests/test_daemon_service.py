@@ -156,7 +156,7 @@ def test_socket_activation() -> None:
     with daemon:
         for _ in range(2):
             with daemon.client() as client:
-                assert client.generate("The sea", max_tokens=2).finish_reason == "length"
+                assert client.generate("The sea", max_tokens=2, ignore_eos=True).finish_reason == "length"
             assert daemon.stop() == 0
             assert daemon.path.exists()
             daemon.start()

@@ -70,7 +70,7 @@ def test_a_leak_is_reported_by_the_command_and_found_by_the_idle_daemon() -> Non
         status, output = fsck(daemon)
         assert status == 1
         assert "1 references, 0 tables hold it" in output
-        assert client.generate([6] * 40, max_tokens=2).finish_reason == "length"  # it serves on
+        assert client.generate([6] * 40, max_tokens=2, ignore_eos=True).finish_reason == "length"  # it serves on
         assert eventually(lambda: "the pool's books do not agree" in daemon.log, 20.0)
 
 

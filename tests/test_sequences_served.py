@@ -153,7 +153,7 @@ def test_an_answer_that_is_cut_short_leaves_what_was_given_out(pool: Client) -> 
         assert chat.generate(max_tokens=3, **GREEDY).token_ids == plain[kept:]
         late = chat.generate(max_tokens=200, deadline_s=0.0, **GREEDY)
         assert late.finish_reason == "deadline"
-        assert chat.generate(max_tokens=1).finish_reason == "length"
+        assert chat.generate(max_tokens=1, ignore_eos=True).finish_reason == "length"
 
 
 def test_closing_cancels_what_it_generates(pool: Client) -> None:
@@ -179,7 +179,9 @@ def test_lifetimes(daemon: DaemonProcess, pool: Client) -> None:
         pool.attach("brief")
     with daemon.client() as third:
         # Its user came back: from here on it lives as long as this client.
-        assert Sequence(third, "lingering", 0, keep=True).generate(max_tokens=2).finish_reason == "length"
+        assert (
+            Sequence(third, "lingering", 0, keep=True).generate(max_tokens=2, ignore_eos=True).finish_reason == "length"
+        )
         again = third.attach("kept")
         plain = pool.generate(PROMPT, max_tokens=8, **GREEDY).token_ids
         assert again.generate(max_tokens=4, **GREEDY).token_ids == plain[4:]
@@ -240,7 +242,7 @@ def test_what_cannot_be_is_refused_by_name(pool: Client, action: object, field: 
         with pytest.raises(InvalidArgument) as refusal:
             action(chat)
         assert refusal.value.field == field
-        assert chat.generate(max_tokens=1).finish_reason == "length"
+        assert chat.generate(max_tokens=1, ignore_eos=True).finish_reason == "length"
 
 
 def test_too_long(pool: Client) -> None:

@@ -37,5 +37,5 @@ def why_it_waits(sequence: Sequence, engine: Engine, health: Health, now: float)
     if not sequence.wait_reason and sequence.in_flight and not health.healthy:
         return f"the device has its step since {engine.in_flight_s(now):.1f} s"
     if sequence.wait_reason == QUEUED and not health.healthy:  # nobody has looked at it yet
-        return "it came after the step began that does not finish"
+        return "behind a step that does not end"
     return sequence.wait_reason
