@@ -280,14 +280,17 @@ class Core:
         message = decode_daemon_message(data)
         if isinstance(message, Welcome):
             self._welcomed(message)
+        elif self.welcome is not None and message.epoch != self.welcome.epoch:
+            # ZeroMQ connects again by itself, and what was said to one daemon may reach the next.
+            raise DaemonGone("another daemon answers: the one of this session is gone")
         elif isinstance(message, Failed):
             self._failed(message)
         elif isinstance(message, Closing):
             if message.reason == "shutting_down":
                 raise ShuttingDown("the daemon shuts down")
             raise ConnectionLost(f"the daemon closed the session: {message.reason}")
-        elif self.welcome is None or message.epoch != self.welcome.epoch:
-            raise ProtocolError(f"{type(message).__name__} does not belong to this session", field="epoch")
+        elif self.welcome is None:
+            raise ProtocolError(f"{type(message).__name__} came before a session")
         else:
             self._dispatch(message)
 

@@ -141,20 +141,29 @@ def test_a_refused_lifeline_is_told() -> None:
         core.receive_lifeline(encode_frame(FrameKind.REFUSED, b"another user"))
 
 
+def test_a_welcome_out_of_turn_ends_the_connection(core: Core) -> None:
+    with pytest.raises(ProtocolError):
+        arrive(core, Welcome(1, 1, "s", "model", LIMITS, b"t" * 32))
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        Welcome(1, 1, "s", "model", LIMITS, b"t" * 32),
         Accepted(2, "r"),
         Tokens(2, ()),
         Reply(2, 1),
         Finished(2, "r", 0, "stop", Usage()),
+        Failed(2, "not_found", "there is no session: say hello first", "session", request_id="r"),
+        Failed(2, "not_found", "there is no session: say hello first", "session", call_id=1),
+        Closing(2, "protocol_error"),
     ],
 )
-def test_a_message_out_of_turn_or_of_another_epoch_ends_the_connection(core: Core, message: Any) -> None:
-    submit(core)
-    with pytest.raises(ProtocolError):
+def test_an_answer_of_another_epoch_tells_that_the_daemon_is_gone(core: Core, message: Any) -> None:
+    stream, call = submit(core), core.call(lambda call_id: Call(call_id, "stats"), "stats")
+    with pytest.raises(DaemonGone):
         arrive(core, message)
+    assert not stream.done
+    assert not call.done
 
 
 def test_messages_before_welcome_end_the_connection() -> None:

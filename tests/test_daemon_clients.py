@@ -270,6 +270,21 @@ def test_what_is_finished_can_be_asked_for_during_its_linger_time() -> None:
     assert failed.code == "not_found"
 
 
+def test_of_two_requests_with_one_name_the_one_that_runs_is_found() -> None:
+    """The first is over and kept for its linger time; its user has used the name again."""
+    desk = Desk()
+    desk.hello(b"a")
+    desk.say(b"a", Submit("r", prompt=PROMPT, params=GREEDY, linger_s=10.0))
+    desk.run()
+    desk.take(b"a")
+    desk.say(b"a", Submit("r", prompt="Another", params=GREEDY | {"max_tokens": 5}, credit=0, linger_s=10.0))
+    desk.hello(b"b")
+    found = desk.say(b"b", Attach("r"))
+    desk.run()
+    found += desk.take(b"b")
+    assert [message.usage.completion_tokens for message in found if isinstance(message, Finished)] == [5]
+
+
 def test_administrators() -> None:
     assert is_admin(ROOT, "")
     assert is_admin(Peer(os.geteuid(), 1, 1), "")

@@ -296,14 +296,12 @@ class Clients:
             self._forget(request)
 
     def _find_own(self, session: Session, request_id: str) -> Request | None:
-        """A request of the session's user by its name: its own, one without a session, or another session's."""
-        found = session.requests.get(request_id) or self._lingering.get(session.peer.uid, request_id)
-        others = (
-            other.requests[request_id]
-            for other in self.sessions
-            if other.peer.uid == session.peer.uid and request_id in other.requests
-        )
-        return found or next(others, None)
+        """A request of the session's user by its name: its own, another session's, or one without a session. What
+        runs comes first: the same name may have been used before."""
+        uid = session.peer.uid
+        others = (other.requests.get(request_id) for other in self.sessions if other.peer.uid == uid)
+        held = session.requests.get(request_id) or next(filter(None, others), None)
+        return held or self._lingering.get(uid, request_id)
 
     def _take_from(self, request: Request) -> None:
         """Nobody has the request now; who had it is told."""
