@@ -67,7 +67,7 @@ class RealCpu:
     what others do on the machine does not: the back end has one thread, which nobody waits for but this one."""
 
     def __init__(self, backend: CpuBackend, limits: BackendLimits, vocab_size: int) -> None:
-        self._runner = StepRunner(backend, limits, host_blocks=0, costs=PreemptionCosts())
+        self._runner = StepRunner(backend, limits, costs=PreemptionCosts())
         self._dice = random.Random(1)
         self._vocab_size = vocab_size
         self._last_end = time.process_time()

@@ -52,7 +52,7 @@ class Rig:
         """Over a pool of its own, with an empty memory and no prefix cache."""
         of_scheduler = SchedulerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
         scheduler = Scheduler(BlockPool(num_blocks, limits.block_size), limits=of_scheduler)
-        runner = StepRunner(backend, limits, host_blocks=0, costs=scheduler.costs)
+        runner = StepRunner(backend, limits, costs=scheduler.costs)
         return cls(scheduler, Engine(scheduler, runner, Metrics(time.monotonic()), epoch=1))
 
     def turns(self) -> Iterator[None]:

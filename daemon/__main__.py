@@ -151,16 +151,18 @@ def _assemble(
     cache = None
     if config.prefix_cache:
         cache = PrefixCache(pool, secret=secrets.token_bytes(32), identity=identity, ttl_s=config.prefix_ttl_s)
-    host_blocks = config.host_pool_bytes // backend.block_bytes
     scheduler = Scheduler(
         pool,
         limits=config.scheduler_limits(limits.max_model_len),
         prefix_cache=cache,
         reservation=cast(Reservation, config.reservation),  # one of its words: the table of settings checked it
-        host_blocks=host_blocks,
+        host_blocks=ledger.host_slots,
         window=_window(model),
+        works_ahead=backend.works_ahead,
     )
-    runner = StepRunner(backend, limits, host_blocks=host_blocks, costs=scheduler.costs)
+    runner = StepRunner(backend, limits, costs=scheduler.costs)
+    if ledger.host_slots:
+        runner.measure_swap()
     same_bits: dict[str, str | int] = {
         "model": model.model_hash,
         "layout": backend.kv_layout,
@@ -345,10 +347,13 @@ def _allocate(config: Config, limits: BackendLimits, backend: Backend) -> Ledger
         auto_share=CUDA_AUTO_SHARE if on_card else CPU_AUTO_SHARE,
         auto_bytes=None if on_card else CPU_AUTO_BYTES,
     )
+        host_apart=on_card,
     for line in ledger.lines():
         log.info("%s", line)
     backend.allocate_pool(ledger.num_blocks)
     return ledger
+    if ledger.host_slots:
+        backend.allocate_host(ledger.host_slots)
 
 
 def _window(model: LoadedModel) -> int:

@@ -41,6 +41,11 @@ class Backend(Protocol):
         """A word that is another one wherever the same tokens would leave other bytes in a block."""
 
     @property
+    def works_ahead(self) -> bool:
+        """Copies of swaps go on beside steps, and a step may be begun before it is asked for: the scheduler then leaves
+        a sequence that is swapped in out of one step, and takes a block one token early."""
+
+    @property
     def weights_bytes(self) -> int: ...
 
     @property
@@ -69,14 +74,33 @@ class Backend(Protocol):
         """Copy whole blocks inside the pool, all layers (copy-on-write). Not while a step is in flight."""
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """(len(blocks), block_bytes) uint8: raw contents, for the host pool and snapshots."""
+        """(len(blocks), block_bytes) uint8: raw contents, for snapshots. Not while a step is in flight."""
 
     def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         """The inverse of `read_blocks`."""
 
+    def allocate_host(self, num_slots: int) -> None:
+        """Allocate (and touch) the host pool, of one block a slot: page-locked where a device copies by itself. Raises
+        MemoryError naming host_pool_bytes."""
+
+    def swap_out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy blocks to host slots. It may return before they are there: whatever is asked for later may write to the
+        blocks at once, and finds the slots full. Not while a step is in flight. A failure may show in `collect`."""
+
+    def swap_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy host slots to blocks. It may return before they are there: whatever reads the blocks later waits for
+        them. Not while a step is in flight. A failure may show in `collect`."""
+
+    def read_host(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        """(len(slots), block_bytes) uint8: raw contents, as `read_blocks` gives those of blocks."""
+
+    def take_swap_times(self) -> tuple[int, float]:
+        """Blocks that were swapped, either way, and the seconds that copying them took: of all copies that have ended
+        since the last call."""
+
     def keys_values(self, data: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """What `read_blocks` returned, as numbers: (len(data), num_layers, 2, block_size, num_kv_heads, head_dim)
-        float32, the keys (rotated, as attention reads them) and the values of every token."""
+        """What `read_blocks` or `read_host` returned, as numbers: (len(data), num_layers, 2, block_size, num_kv_heads,
+        head_dim) float32, the keys (rotated, as attention reads them) and the values of every token."""
 
     def close(self) -> None:
         """Stop threads and free memory. Idempotent."""

@@ -70,6 +70,8 @@ class StepBatch:
     sampling: SamplingBatch  # R rows
     want_logits: bool = False  # also return the (R, vocab_size) raw logits
     want_hidden: bool = False  # also return the (R, hidden_size) rows after the final norm, of which logits are made
+    next_blocks: Int32 = field(default_factory=_empty_int32)  # (S,), or none given: where each sequence's next token
+    # would begin a block and it has that block already, its id; else -1
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ def test_products_of_the_vendor_are_those_of_numpy_and_cannot_be_captured(cupy: 
     addresses = [device.allocate(each.nbytes, "", "") for each in (x, weight, np.zeros((3, 5), np.float32))]
     for address, each in zip(addresses, (x, weight), strict=False):
         device.upload(address, each.reshape(-1).view(np.uint8))
-    out = device.staging(60)
+    out = device.staging(60, "", "")
     for add, times in ((False, 1), (True, 2)):
         device.multiply("float32", *addresses, (3, 5, 8), add)
         device.download(out, addresses[2])

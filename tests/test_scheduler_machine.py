@@ -74,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 6, 30]),
         window=st.sampled_from([0, 0, 0, 5]),
         swap_s=st.sampled_from([0.0, 1.0]),
+        works_ahead=st.booleans(),
         limits=LIMITS,
     )
     def make(
@@ -84,11 +85,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks: int,
         window: int,
         swap_s: float,
+        works_ahead: bool,
         limits: SchedulerLimits,
     ) -> None:
         pool = BlockPool(num_blocks, block_size)
         cache = PrefixCache(pool, secret=b"boot", ttl_s=20.0) if caching else None
-        self.scheduler = Scheduler(pool, limits=limits, prefix_cache=cache, host_blocks=host_blocks, window=window)
+        self.scheduler = Scheduler(
+            pool,
+            limits=limits,
+            prefix_cache=cache,
+            host_blocks=host_blocks,
+            window=window,
+            works_ahead=works_ahead,
+        )
         self.scheduler.costs.swap_s_per_block, self.scheduler.costs.compute_s_per_token = swap_s, 0.5
         self.device = FakeDevice(self.scheduler)
         self.now = 0.0

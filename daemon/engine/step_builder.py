@@ -84,6 +84,7 @@ class StepBuilder:
             sampling=self._sampling([chunks[i] for i in row_chunks.tolist()], slots[row_chunks]),
             want_logits=bool(self._with_logits[slots].any()),
             want_hidden=any(rows.collector.wants_hidden for rows in self._prompt_rows),
+            next_blocks=self._next_blocks(chunks, seq_lens),
         )
 
     def prompt_parts(self, result: StepResult) -> list[tuple[Sample, PromptPart]]:
@@ -123,6 +124,15 @@ class StepBuilder:
         rows = np.array(slots)
         self._block_tables[rows, firsts] = blocks
         return rows
+
+    def _next_blocks(self, chunks: list[Chunk], seq_lens: Int64) -> Int32:
+        """(S,) as `StepBatch` says: blocks that were taken before a token needed them."""
+        blocks = np.full(len(chunks), -1, dtype=np.int32)
+        for index in np.flatnonzero(seq_lens % self._block_size == 0).tolist():
+            table, next_one = chunks[index].sequence.block_table, int(seq_lens[index]) // self._block_size
+            if next_one < len(table):
+                blocks[index] = table[next_one]
+        return blocks
 
     def _write_parameters(self, sample: Sample) -> None:
         params, slot = sample.request.params, sample.slot

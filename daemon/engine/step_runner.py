@@ -22,24 +22,24 @@ SMOOTHING = 0.1  # weight of the newest measurement
 class StepRunner:
     """One step at a time: `start`, wait for `fileno`, `collect`."""
 
-    def __init__(self, backend: Backend, limits: BackendLimits, *, host_blocks: int, costs: PreemptionCosts) -> None:
+    def __init__(self, backend: Backend, limits: BackendLimits, *, costs: PreemptionCosts) -> None:
         self._backend = backend
         self._builder = StepBuilder(limits)
-        self._host: NDArray[np.uint8] = np.zeros((host_blocks, backend.block_bytes if host_blocks else 0), np.uint8)
         self._costs = costs
         self._started_at = 0.0
         self._prompt_tokens = 0  # rows of the step that is under way, if it tells what a prompt costs
         self.last_step_s = 0.0
-        if host_blocks:
-            self._measure_swap()
 
-    def _measure_swap(self) -> None:
-        """Swap a block that holds nothing out and in, so that the first decision is a measured one too."""
-        for _ in range(2):  # the first time touches the memory
-            begin = time.perf_counter()
-            self._host[:1] = self._backend.read_blocks([0])
-            self._backend.write_blocks([0], self._host[:1])
-            self._costs.swap_s_per_block = (time.perf_counter() - begin) / 2
+    def measure_swap(self) -> None:
+        """Swap a block that holds nothing out and in, so that the first decision is a measured one too. There must be
+        a host slot."""
+        for _ in range(2):  # the first time something may have to be made ready
+            self._backend.swap_out([0], [0])
+            self._backend.read_host([0])
+            num_blocks, seconds = self._backend.take_swap_times()
+            self._backend.swap_in([0], [0])
+            if num_blocks:
+                self._costs.swap_s_per_block = seconds / num_blocks
 
     @property
     def block_bytes(self) -> int:
@@ -53,7 +53,7 @@ class StepRunner:
         """(num_blocks, block_bytes) uint8: a sequence's blocks, or part of them, from the device or the host. Not while
         a step runs."""
         if sequence.host_slots:
-            return self._host[sequence.host_slots[part]]
+            return self._backend.read_host(sequence.host_slots[part])
         return self._backend.read_blocks(sequence.block_table[part])
 
     def keys_values(self, data: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -79,18 +79,12 @@ class StepRunner:
 
     def move(self, plan: StepPlan) -> None:
         """Only the plan's memory moves, in its order: swap out, copy, swap in."""
-        begin = time.perf_counter()
         if plan.swap_out:
-            blocks, slots = zip(*plan.swap_out, strict=True)
-            self._host[list(slots)] = self._backend.read_blocks(blocks)
+            self._backend.swap_out(*zip(*plan.swap_out, strict=True))
         if plan.copies:
             self._backend.copy_blocks(*zip(*plan.copies, strict=True))
         if plan.swap_in:
-            slots, blocks = zip(*plan.swap_in, strict=True)
-            self._backend.write_blocks(blocks, self._host[list(slots)])
-        if swapped := len(plan.swap_out) + len(plan.swap_in):
-            per_block = (time.perf_counter() - begin) / swapped
-            self._costs.swap_s_per_block += SMOOTHING * (per_block - self._costs.swap_s_per_block)
+            self._backend.swap_in(*zip(*plan.swap_in, strict=True))
 
     def collect(self) -> tuple[StepResult, list[tuple[Sample, PromptPart]]]:
         """The step's result, its sampled rows first, and what it says of prompts. Raises RuntimeError if the device
@@ -100,6 +94,9 @@ class StepRunner:
         if self._prompt_tokens:
             per_token, known = result.compute_s / self._prompt_tokens, self._costs.compute_s_per_token
             self._costs.compute_s_per_token = known + SMOOTHING * (per_token - known) if known else per_token
+        num_blocks, seconds = self._backend.take_swap_times()
+        if num_blocks:
+            self._costs.swap_s_per_block += SMOOTHING * (seconds / num_blocks - self._costs.swap_s_per_block)
         return result, self._builder.prompt_parts(result)
 
     def release(self, sample: Sample) -> None:

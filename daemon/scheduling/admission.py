@@ -34,6 +34,16 @@ class Admission:
         )
         return max(self._tables.peak_blocks(total), self._tables.blocks_for(reserved))
 
+    def reserve(self, limits: SchedulerLimits) -> int:
+        """Blocks that are never pinned: with those, what was accepted can finish, and the longest sequence there may be
+        can be accepted (or in a pool too small for it, whatever needs half of the blocks)."""
+        num_blocks, longest = self._tables.pool.num_blocks, self._tables.peak_blocks(limits.max_model_len)
+        needs = (
+            self.blocks_needed(sequence.num_prompt_tokens, sequence.max_tokens, limits.max_model_len)
+            for sequence in self._roster.sequences.values()
+        )
+        return max([longest if longest <= num_blocks else num_blocks // 2, *needs])
+
     def check_lengths(self, num_prompt_tokens: int, max_tokens: int, limits: SchedulerLimits) -> None:
         """Raises TooLong."""
         longest = limits.max_model_len

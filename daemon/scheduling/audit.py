@@ -3,7 +3,8 @@
 Between two steps:
     free + referenced blocks = all blocks; the ledger of owners adds up to the referenced ones
     a block's reference count = tables and pins that hold it
-    blocks of a sequence = those of its computed tokens, no more (on demand, without a window)
+    blocks of a sequence = those of its computed tokens, no more (on demand, without a window); where steps are begun
+        before they are asked for, those of a running one's next token count too
     the prefix cache and the pool agree on which blocks hold a prefix
     host slots in use = those of swapped-out sequences
 """
@@ -66,7 +67,8 @@ def _check_table(scheduler: Scheduler, sequence: Sequence) -> None:
     needed = scheduler.tables.blocks_for(sequence.num_computed_tokens)
     if held < needed:
         raise RuntimeError(f"{sequence!r} lacks blocks for computed tokens")
-    if held > needed and scheduler.reservation == "on-demand" and not sequence.in_flight:
+    most = scheduler.tables.blocks_for(scheduler.residency.entitled_tokens(sequence))
+    if held > most and scheduler.reservation == "on-demand" and not sequence.in_flight:
         raise RuntimeError(f"{sequence!r} holds {held} blocks, its computed tokens need {needed}")
     if not 0 <= sequence.num_computed_tokens <= sequence.num_tokens:
         raise RuntimeError(f"{sequence!r} has computed tokens that it does not have")

@@ -56,6 +56,7 @@ class Residency:
         host: HostPool,
         costs: PreemptionCosts,
         limits: SchedulerLimits,
+        works_ahead: bool = False,
     ) -> None:
         self.tables = tables
         self.pool = tables.pool
@@ -66,6 +67,8 @@ class Residency:
         self.limits = limits
         self.promised = 0  # free blocks that belong to admitted sequences
         self.deadlocks_broken = 0
+        self.works_ahead = works_ahead  # see `Backend`
+        self.brought_back: set[Sequence] = set()  # in the step that is being planned
         self._promised_of: Counter[int] = Counter()  # by uid
         self._usage: dict[int, float] = {}  # by uid; see `begin`
         self._shares: dict[int, float] = {}
@@ -77,6 +80,7 @@ class Residency:
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is planned from here on: note who uses how much of its fair share (1.0: just that)."""
         self._plan, self._now = plan, now
+        self.brought_back = set()
         limits = self.limits
         active = self.roster.counters.active
         total = sum(limits.of(uid).weight for uid in active)
@@ -202,6 +206,7 @@ class Residency:
             for other in self.roster.sequences.values()
             if (other.block_table or other.promised_blocks)
             and other is not needy
+            and other not in self.brought_back
             and not other.in_flight
             and (uid is None or other.uid == uid)
             and (
@@ -278,6 +283,7 @@ class Residency:
 
     def preempt(self, victim: Sequence) -> None:
         """Take a sequence's blocks: to the host if that costs less than computing them again, else for good."""
+        self.trim(victim, early=False)
         computed = victim.num_computed_tokens
         if self._swaps(victim) and (slots := self.host.allocate(victim.num_blocks)) is not None:
             self._plan.swap_out += zip(victim.live_blocks(), slots, strict=True)
@@ -307,6 +313,7 @@ class Residency:
             raise RuntimeError(f"{len(slots)} blocks were planned for {sequence!r}, {self.pool.num_free} are free")
         self._plan.swap_in += zip(slots, blocks, strict=True)
         self.slots_in_use += slots
+        self.brought_back.add(sequence)
         sequence.num_null_blocks = len(sequence.host_slots) - len(slots)
         sequence.block_table = [NULL_BLOCK] * sequence.num_null_blocks + blocks
         sequence.host_slots = []
@@ -330,10 +337,24 @@ class Residency:
         del sequence.host_slots[keep:]
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens) if keep else 0
 
+    def entitled_tokens(self, sequence: Sequence, *, early: bool = True) -> int:
+        """Tokens whose blocks a sequence that is not in flight may hold on demand: the computed ones, and `early` the
+        one that a running sequence computes next, if it is known."""
+        computed, running = sequence.num_computed_tokens, sequence.state is SequenceState.RUNNING
+        return computed + (early and self.works_ahead and running and computed < sequence.num_tokens)
+
+    def trim(self, sequence: Sequence, *, early: bool = True) -> None:
+        """Give back a block that was taken early for a token that did not come."""
+        if not self.works_ahead or sequence.in_flight:
+            return
+        if len(sequence.block_table) > self.tables.blocks_for(self.entitled_tokens(sequence, early=early)):
+            self.cut(sequence, sequence.num_computed_tokens)
+
     def stand_down(self, sequence: Sequence) -> None:
         """The sequence runs no more: nobody waits for its blocks, nothing is promised to it; it keeps what it has."""
         if self.tables.cache is not None:
             self.tables.cache.abandon(sequence)
+        self.trim(sequence)
         self.promise(sequence)
 
     def leave(self, sequence: Sequence) -> None:

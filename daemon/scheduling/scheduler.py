@@ -52,9 +52,10 @@ class Scheduler:
         reservation: Reservation = "on-demand",
         host_blocks: int = 0,
         window: int = 0,
+        works_ahead: bool = False,
     ) -> None:
         """`host_blocks`: slots on the host for preempted blocks. `window`: tokens that the layer which looks back
-        furthest sees, 0 for everything; with a window there is no prefix cache."""
+        furthest sees, 0 for everything; with a window there is no prefix cache. `works_ahead`: as `Backend` says."""
         self.pool = pool
         self.tables = BlockTables(pool, prefix_cache, window)
         self.roster = Roster()
@@ -65,7 +66,8 @@ class Scheduler:
         self.reservation = reservation
         self.preemptions_total = 0
         self.tokens_computed_total = 0
-        self.residency = Residency(self.tables, self.roster, self.pins, self.host, self.costs, limits)
+        ahead = works_ahead and reservation == "on-demand"  # the old ways stay what they were
+        self.residency = Residency(self.tables, self.roster, self.pins, self.host, self.costs, limits, ahead)
         self._admission = Admission(self.tables, self.roster, self.pins, reservation)
         self._rates = RateLimiter()
         self._intake = Intake(self.residency, self._rates, reservation)
@@ -255,20 +257,10 @@ class Scheduler:
         limit = self.pool.num_blocks // 8 if limit is None else limit
         if self.pins.blocks_of(sequence.uid) + len(blocks) > limit:
             raise QuotaExceeded(f"uid {sequence.uid} may pin {limit} blocks (max_pinned_blocks)", field="num_tokens")
-        reserve = self._reserve()
+        reserve = self._admission.reserve(self.limits)
         if self.pins.num_blocks + len(blocks) > self.pool.num_blocks - reserve:
             raise QuotaExceeded(f"{reserve} blocks must stay for sequences; pin fewer", field="num_tokens")
         return self.pins.add(sequence.uid, blocks, expires_at)
-
-    def _reserve(self) -> int:
-        """Blocks that are never pinned: with those, what was accepted can finish, and the longest sequence there may
-        be can be accepted (or in a pool too small for it, whatever needs half of the blocks)."""
-        longest = self.tables.peak_blocks(self.limits.max_model_len)
-        needs = [longest if longest <= self.pool.num_blocks else self.pool.num_blocks // 2]
-        for sequence in self.roster.sequences.values():
-            prompt, more = sequence.num_prompt_tokens, sequence.max_tokens
-            needs.append(self._admission.blocks_needed(prompt, more, self.limits.max_model_len))
-        return max(needs)
 
     def unpin(self, pin_id: int) -> bool:
         """Let go of a pin. False if it had ended already."""
@@ -295,8 +287,9 @@ class Scheduler:
         self.residency.begin(plan, now)
         self.residency.enforce_limits()
         self._intake.let_in(self.limits, now)
-        while self._filler.fill(plan, self.limits, now) and not plan.chunks and self.residency.break_deadlock():
+        while self._filler.fill(plan, self.limits, now) and plan.moves_nothing and self.residency.break_deadlock():
             pass
+        self._filler.look_ahead(plan, self.limits)
         plan.copies = self.tables.take_copies()
         self.preemptions_total += len(plan.preempted)
         if not plan.empty:
@@ -333,6 +326,7 @@ class Scheduler:
                 reason = "length"
             if reason is not None and self.end_answer(sequence, reason):
                 ended.append(sequence)
+            self.residency.trim(sequence)
         if self.cache is not None:
             self.cache.note_time(self._now)
         return ended

@@ -27,6 +27,8 @@ class StepFiller:
         prompts: list[Sequence] = []
         for sequence in sorted(self._roster.running, key=self._residency.rank)[: limits.max_running]:
             missing = len(sequence.token_ids) - sequence.num_computed_tokens
+            if self._residency.works_ahead and sequence in self._residency.brought_back:
+                continue  # its blocks travel beside this step
             if missing > 1:
                 prompts.append(sequence)
             elif missing == 1 and sequence.state is SequenceState.RUNNING:
@@ -66,6 +68,20 @@ class StepFiller:
         samples = end == len(sequence.token_ids) and sequence.max_tokens > 0
         plan.chunks.append(Chunk(sequence, start, rows, samples))
         plan.num_tokens += rows
+
+    def look_ahead(self, plan: StepPlan, limits: SchedulerLimits) -> None:
+        """Take the block of the token after the next, where nobody needs to give way: if all go on, the step after this
+        one is known, and can be begun before this one has ended."""
+        if not self._residency.works_ahead or plan.num_tokens != len(plan.chunks):
+            return  # the step after one that holds prompts is not begun early
+        for chunk in plan.chunks:
+            sequence, end = chunk.sequence, chunk.start + 1
+            length = len(sequence.token_ids) + 1  # with the token that is sampled now
+            last = length - sequence.num_prompt_tokens >= sequence.max_tokens or length >= limits.max_model_len
+            needs_one = chunk.samples and not last and end == len(sequence.block_table) * self._pool.block_size
+            if needs_one and self._residency.room(sequence) > 0:
+                self._tables.grow(sequence, end + 1, spare=False)
+                self._residency.promise(sequence)
 
     def _may_write(self, sequence: Sequence) -> bool:
         """Whether the next token has its place already: the usual case of a decode."""

@@ -40,6 +40,11 @@ class StepPlan:
         return [chunk for chunk in self.chunks if chunk.samples]
 
     @property
+    def moves_nothing(self) -> bool:
+        """No sequence gets further by it: none is computed, none comes back."""
+        return not (self.chunks or self.swap_in)
+
+    @property
     def empty(self) -> bool:
         """Nothing for the device to do."""
         return not (self.chunks or self.swap_out or self.copies or self.swap_in)

@@ -1,4 +1,7 @@
-"""Where the memory goes, decided and printed once, before anybody is served: weights + workspace + pool = total."""
+"""Where the memory goes, decided and printed once, before anybody is served: weights + workspace + pool = total.
+
+The host pool belongs to the total where the device is the host; a card's lies on the host, page-locked.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,40 @@ class Ledger:
     block_size: int
     available_bytes: int
     max_model_len: int
+    host_slots: int = 0  # of one block each, for preempted sequences
+    host_apart: bool = False  # the host pool is not in the device's memory, but page-locked beside it
+
+    @property
+    def host_pool_bytes(self) -> int:
+        return self.host_slots * self.block_bytes
 
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
     @property
+    def _to_allocate_bytes(self) -> int:
+        """Of the device's memory."""
+        return self.pool_bytes + (0 if self.host_apart else self.host_pool_bytes)
+
+    @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.workspace_bytes + self.pool_bytes
+        """Of the device's memory."""
+        return self.weights_bytes + self.workspace_bytes + self._to_allocate_bytes
 
     def lines(self) -> list[str]:
         """The ledger as a person reads it."""
         tokens = self.num_blocks * self.block_size
-        free_bytes = self.available_bytes - self.pool_bytes
+        free_bytes = self.available_bytes - self._to_allocate_bytes
+        place = "page-locked on the host" if self.host_apart else "of preempted sequences"
+        host = ("host pool", self.host_pool_bytes, f"{self.host_slots:,} blocks {place}")
         rows = [
             ("weights", self.weights_bytes, ""),
             ("workspace", self.workspace_bytes, ""),
             ("pool", self.pool_bytes, f"{self.num_blocks:,} blocks of {self.block_size} = {tokens:,} tokens"),
+            *([host] if self.host_slots and not self.host_apart else []),
             ("total", self.total_bytes, f"{show_size(max(free_bytes, 0))} of the device stays free"),
+            *([host] if self.host_slots and self.host_apart else []),
         ]
         return [f"{name:<10}{size / 2**20:>10,.1f} MiB  {note}".rstrip() for name, size, note in rows]
 
@@ -58,6 +77,7 @@ def plan_memory(
     max_model_len: int,
     auto_share: float,
     auto_bytes: int | None,
+    host_apart: bool = False,
 ) -> Ledger:
     """How many blocks to allocate. Raises ConfigError, naming the setting and by how much, where it does not fit.
 
@@ -86,9 +106,33 @@ def plan_memory(
             f"{what} needs {show_size(needed)} and only {show_size(available_bytes)} are free, "
             f"{show_size(needed - available_bytes)} too little; lower {_knob(config)}"
         )
+    host_slots = _host_slots(config, block_bytes)
+    if not host_apart and (short := needed + host_slots * block_bytes - available_bytes) > 0:
+        raise ConfigError(
+            f"pool and host_pool_bytes need {show_size(short + available_bytes)} and only {show_size(available_bytes)} "
+            f"are free, {show_size(short)} too little; lower host_pool_bytes, or {_knob(config)}"
+        )
     return Ledger(
-        weights_bytes, workspace_bytes, block_bytes, num_blocks, config.block_size, available_bytes, max_model_len
+        weights_bytes,
+        workspace_bytes,
+        block_bytes,
+        num_blocks,
+        config.block_size,
+        available_bytes,
+        max_model_len,
+        host_slots,
+        host_apart,
     )
+
+
+def _host_slots(config: Config, block_bytes: int) -> int:
+    slots = config.host_pool_bytes // block_bytes
+    if config.host_pool_bytes and not slots:
+        raise ConfigError(
+            f"host_pool_bytes {show_size(config.host_pool_bytes)} holds no block of {show_size(block_bytes)}; "
+            f"set host_pool_bytes to 0, or to at least {block_bytes}"
+        )
+    return slots
 
 
 def _knob(config: Config) -> str:

@@ -33,6 +33,7 @@ from ..batch import Float32, StepBatch, StepResult
 from ..cache import cache_directory
 from ..host import available_memory, usable_cpus
 from ..host_memory import Bytes, map_bytes
+from ..host_pool import PlainHostPool
 from ..keys_values import panels_as_numbers
 from ..program import Logits, Program, Weight
 from ..weights import Checkpoint
@@ -78,7 +79,7 @@ def _names(formats: Iterable[int]) -> str:
     return "+".join(FORMAT_NAMES[number] for number in sorted(set(formats)))
 
 
-class CpuBackend:
+class CpuBackend(PlainHostPool):
     """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int8 | int4 (see `weights.format_of`);
     `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token). Activations are always float32.
 

@@ -28,11 +28,12 @@ from ..keys_values import planes_as_numbers
 from ..program import Logits, PagedAttention, Program
 from ..weights import Checkpoint
 from .attention import Attention, AttentionPlan
-from .device import Bytes, CudaDevice, CupyDevice, Mark, Work
+from .device import REACHED, Bytes, CudaDevice, CupyDevice, Mark, Work
 from .flight import Flight, following, is_same_step
 from .pool import CudaPool
 from .program import TOP_WIDTH, CudaProgram, Step, Workspace, check_shapes, result_fields, sampling_fields
 from .staging import Mirror
+from .swap import CudaHostPool
 from .weights import DTYPES, upload_weights
 
 KV_LAYOUT_VERSION = 1
@@ -101,6 +102,7 @@ class CudaBackend:
         )
         self._last = next(op for op in program.ops if isinstance(op, Logits))
         self._pool = CudaPool(self._device, shape, config.num_layers)
+        self._host_pool = CudaHostPool(self._device, self._pool)
         if fast:  # the vendor's library takes its own memory at its first product: now, and not in a step
             zeros = self._workspace.scaled
             self._device.multiply(element, zeros, zeros, zeros, (8, 8, 8), False)
@@ -114,7 +116,7 @@ class CudaBackend:
         self._flight: Flight | None = None
         self._ahead: Flight | None = None  # nobody has asked for it yet
         self._sampled: Int32 = np.zeros(0, np.int32)  # tokens of the step collected last
-        self._marks: list[Mark] = [lambda: None, lambda: None]  # when each copy of the staging memory is free again
+        self._marks: list[Mark] = [REACHED, REACHED]  # when each copy of the staging memory is free again
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -128,6 +130,10 @@ class CudaBackend:
     def kv_layout(self) -> str:
         kv = self._attention.shape.kv
         return f"cuda-{KV_LAYOUT_VERSION}-{self._device.name}-{self._weights.element}-{kv}-{self._products}"
+
+    @property
+    def works_ahead(self) -> bool:
+        return True
 
     @property
     def weights_bytes(self) -> int:
@@ -152,13 +158,31 @@ class CudaBackend:
         self._ahead = None
 
     def copy_blocks(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        self._host_pool.settle()
         self._pool.copy(source, destination)
 
     def read_blocks(self, blocks: Sequence[int]) -> Bytes:
+        self._host_pool.settle()
         return self._pool.read(blocks)
 
     def write_blocks(self, blocks: Sequence[int], data: Bytes) -> None:
+        self._host_pool.settle()
         self._pool.write(blocks, data)
+
+    def allocate_host(self, num_slots: int) -> None:
+        self._host_pool.allocate(num_slots)
+
+    def swap_out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._host_pool.send_out(blocks, slots)
+
+    def swap_in(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self._host_pool.bring_in(slots, blocks)
+
+    def read_host(self, slots: Sequence[int]) -> Bytes:
+        return self._host_pool.read(slots)
+
+    def take_swap_times(self) -> tuple[int, float]:
+        return self._host_pool.take_times()
 
     def keys_values(self, data: Bytes) -> Float32:
         return planes_as_numbers(data, self._attention.shape, self._config.num_layers)
@@ -174,11 +198,14 @@ class CudaBackend:
         if ahead is not None and is_same_step(ahead.batch, batch, size) and np.array_equal(batch.tokens, self._sampled):
             flight, forgotten = ahead, False
         else:
+            self._host_pool.before_step(batch.block_tables)
             flight, forgotten = self._start(batch, self._cuts(batch.sampling)), ahead is not None
         self._flight = flight
         self._device.notify(flight.reached, self._event)
         if forgotten:
             return  # the card may still be at it, and with it at the other copy of the staging memory
+        if self._host_pool.arriving:
+            return  # whoever comes in takes part in the next step
         if self._ahead_wanted and self._bucket(batch, cuts := self._cuts(batch.sampling)):
             after = following(batch, size, self._limits.max_model_len)
             if after is not None:

@@ -1,4 +1,4 @@
-"""One card as the CUDA back end uses it: memory, copies and launches on one stream, in the order asked for.
+"""One card as the CUDA back end uses it: memory, and lanes of copies and launches, each in the order asked for.
 
 `CudaDevice` is all that the back end knows of a card, so that tests can put NumPy and a PTX interpreter in its place;
 `CupyDevice` is the real one.
@@ -14,6 +14,7 @@ import queue
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,19 +22,51 @@ from numpy.typing import NDArray
 
 from ...cuda_kernels.assembler import assemble
 from ...cuda_kernels.compiler import Kernel
+from ..host import available_memory
 
 log = logging.getLogger(__name__)
 
 Bytes = NDArray[np.uint8]
 Work = Callable[[], None]
 KernelMaker = Callable[[], Kernel]
-Mark = Callable[[], None]
-"""A moment in the order of work: call it to wait until all that was asked for before it is done. Raises RuntimeError if
-the card failed."""
 
 
-class CudaDevice(Protocol):
-    """A card. Addresses are plain integers; everything but `allocate`, `staging` and `synchronize` is asynchronous."""
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment in the order of work of one lane: call it to wait until all that was asked for before it is done.
+
+    Raises RuntimeError if the card failed. `event` is the device's own.
+    """
+
+    wait: Work
+    event: Any = None
+
+    def __call__(self) -> None:
+        self.wait()
+
+
+REACHED = Mark(lambda: None)
+"""The mark of what was never asked for."""
+
+
+class Lane(Protocol):
+    """Copies and launches, done in the order asked for; nothing here waits. Addresses are plain integers."""
+
+    def upload(self, target: int, source: Bytes) -> None: ...
+
+    def download(self, target: Bytes, source: int) -> None: ...
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None: ...
+
+    def mark(self) -> Mark:
+        """This moment, after everything asked for so far."""
+
+    def after(self, mark: Mark) -> None:
+        """What is asked for from here on begins once a mark of any lane is reached."""
+
+
+class CudaDevice(Lane, Protocol):
+    """A card, and its main lane. Everything but `allocate`, `staging` and `synchronize` is asynchronous."""
 
     @property
     def name(self) -> str:
@@ -45,12 +78,15 @@ class CudaDevice(Protocol):
     def allocate(self, size: int, purpose: str, remedy: str) -> int:
         """The address of `size` bytes, aligned to 256 and zero. Raises MemoryError: purpose, sizes, remedy."""
 
-    def staging(self, size: int) -> Bytes:
-        """(size,) page-locked host memory, zero: what `upload` and `download` move without waiting."""
+    def staging(self, size: int, purpose: str, remedy: str) -> Bytes:
+        """(size,) page-locked host memory, zero: what `upload` and `download` move without waiting. Raises MemoryError:
+        purpose, sizes, remedy."""
 
-    def upload(self, target: int, source: Bytes) -> None: ...
+    def lane(self) -> Lane:
+        """Another lane, whose work goes on beside that of the others."""
 
-    def download(self, target: Bytes, source: int) -> None: ...
+    def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
+        """Seconds from one mark of a `lane` to a later one; None while that is not reached."""
 
     def copy(self, target: int, source: int, size: int) -> None:
         """`size` bytes from one place on the card to another."""
@@ -58,16 +94,11 @@ class CudaDevice(Protocol):
     def prepare(self, make: KernelMaker) -> None:
         """Compile and load a kernel, so that its first launch does not."""
 
-    def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None: ...
-
     def multiply(self, element: str, x: int, weight: int, out: int, shape: tuple[int, int, int], add: bool) -> None:
         """out (T, N) float32 = (out if `add`) + x (T, K) @ weight (N, K).T, by the vendor; shape is (T, N, K)."""
 
     def capture(self, work: Work) -> Work | None:
         """Record the launches of `work` and return what repeats them at once; None where the driver refuses."""
-
-    def mark(self) -> Mark:
-        """This moment, after everything asked for so far."""
 
     def notify(self, mark: Mark, descriptor: int) -> None:
         """Add 1 to an eventfd once a mark is reached, or the card has failed."""
@@ -79,21 +110,63 @@ class CudaDevice(Protocol):
         """Free everything. Idempotent."""
 
 
-class CupyDevice:
+class CupyLane:
+    """A stream of CuPy's. `timed`: its marks say when they were reached."""
+
+    def __init__(self, cupy: Any, kernels: _Kernels, *, timed: bool) -> None:
+        self._cupy, self._kernels, self._timed = cupy, kernels, timed
+        self._runtime, self._driver = cupy.cuda.runtime, cupy.cuda.driver
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def upload(self, target: int, source: Bytes) -> None:
+        kind = self._runtime.memcpyHostToDevice
+        self._runtime.memcpyAsync(target, source.ctypes.data, source.nbytes, kind, self._stream.ptr)
+
+    def download(self, target: Bytes, source: int) -> None:
+        kind = self._runtime.memcpyDeviceToHost
+        self._runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, kind, self._stream.ptr)
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None:
+        loaded = self._kernels.load(kernel)
+        x, y, z = (*grid, 1, 1)[:3]
+        self._driver.launchKernel(
+            loaded.function.ptr,
+            x, y, z, kernel.threads, 1, 1,
+            kernel.shared_bytes,
+            self._stream.ptr,
+            loaded.arguments.fill(arguments),
+            0,
+        )  # fmt: skip
+
+    def mark(self) -> Mark:
+        event = self._cupy.cuda.Event(block=True, disable_timing=not self._timed)
+        event.record(self._stream)
+        return Mark(lambda: self._wait(event), event)
+
+    def after(self, mark: Mark) -> None:
+        if mark.event is not None:
+            self._stream.wait_event(mark.event)
+
+    def _wait(self, what: Any) -> None:
+        """For an event or a stream."""
+        try:
+            what.synchronize()
+        except self._runtime.CUDARuntimeError as error:
+            raise RuntimeError(f"the card failed: {error}") from error
+
+
+class CupyDevice(CupyLane):
     """A card through CuPy: its memory, streams and graphs; kernels as machine code of our own."""
 
     def __init__(self, ordinal: int = 0) -> None:
         cupy: Any = importlib.import_module("cupy")
-        self._runtime, self._driver = cupy.cuda.runtime, cupy.cuda.driver
-        self._cupy = cupy
-        self._runtime.setDevice(ordinal)
-        properties = self._runtime.getDeviceProperties(ordinal)
-        self._capability = (int(properties["major"]), int(properties["minor"]))
-        self._name = f"{properties['name'].decode()} (sm_{self._capability[0]}{self._capability[1]})"
-        if self._capability < (8, 0):
+        cupy.cuda.runtime.setDevice(ordinal)
+        properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
+        capability = (int(properties["major"]), int(properties["minor"]))
+        self._name = f"{properties['name'].decode()} (sm_{capability[0]}{capability[1]})"
+        if capability < (8, 0):
             raise RuntimeError(f"{self._name} is too old: kvpool needs compute capability 8.0 (Ampere) or later")
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._loaded: dict[int, _Loaded] = {}  # by the id of the kernel
+        super().__init__(cupy, _Kernels(cupy, capability), timed=False)
         self._allocations: list[int] = []
         self._pinned: list[Any] = []
         self._waiter = _Waiter(lambda: self._runtime.setDevice(ordinal))
@@ -124,50 +197,31 @@ class CupyDevice:
             f"{(size - free) / 2**30:.2f} GiB too few; {remedy}"
         )
 
-    def staging(self, size: int) -> Bytes:
-        memory = self._cupy.cuda.alloc_pinned_memory(max(size, 1))
+    def staging(self, size: int, purpose: str, remedy: str) -> Bytes:
+        free = available_memory()
+        need = f"{purpose} needs {size / 2**20:.0f} MiB of page-locked memory, {free / 2**20:.0f} MiB are available"
+        if size > free:
+            raise MemoryError(f"{need}; {remedy}")
+        try:
+            memory = self._cupy.cuda.alloc_pinned_memory(max(size, 1))
+        except self._runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{need} and the driver refuses ({error}); {remedy}") from error
         self._pinned.append(memory)
         array = np.frombuffer(memory, np.uint8, size)
         array[:] = 0
         return array
 
-    def upload(self, target: int, source: Bytes) -> None:
-        kind = self._runtime.memcpyHostToDevice
-        self._runtime.memcpyAsync(target, source.ctypes.data, source.nbytes, kind, self._stream.ptr)
+    def lane(self) -> CupyLane:
+        return CupyLane(self._cupy, self._kernels, timed=True)
 
-    def download(self, target: Bytes, source: int) -> None:
-        kind = self._runtime.memcpyDeviceToHost
-        self._runtime.memcpyAsync(target.ctypes.data, source, target.nbytes, kind, self._stream.ptr)
+    def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
+        return self._cupy.cuda.get_elapsed_time(begin.event, end.event) / 1e3 if end.event.done else None
 
     def copy(self, target: int, source: int, size: int) -> None:
         self._runtime.memcpyAsync(target, source, size, self._runtime.memcpyDeviceToDevice, self._stream.ptr)
 
     def prepare(self, make: KernelMaker) -> None:
-        kernel = make()
-        if id(kernel) not in self._loaded:
-            self._load(kernel)
-
-    def _load(self, kernel: Kernel) -> _Loaded:
-        module = self._cupy.cuda.function.Module()
-        module.load(assemble(kernel, self._capability))
-        function = module.get_function(kernel.name)
-        if kernel.shared_bytes:
-            attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._driver.funcSetAttribute(function.ptr, attribute, kernel.shared_bytes)
-        loaded = self._loaded[id(kernel)] = _Loaded(kernel, function)
-        return loaded
-
-    def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: Sequence[int | float]) -> None:
-        loaded = self._loaded.get(id(kernel)) or self._load(kernel)
-        x, y, z = (*grid, 1, 1)[:3]
-        self._driver.launchKernel(
-            loaded.function.ptr,
-            x, y, z, kernel.threads, 1, 1,
-            kernel.shared_bytes,
-            self._stream.ptr,
-            loaded.arguments.fill(arguments),
-            0,
-        )  # fmt: skip
+        self._kernels.load(make())
 
     def multiply(self, element: str, x: int, weight: int, out: int, shape: tuple[int, int, int], add: bool) -> None:
         cublas = self._cupy.cuda.cublas
@@ -196,30 +250,18 @@ class CupyDevice:
             return None
         return lambda: graph.launch(self._stream)
 
-    def mark(self) -> Mark:
-        event = self._cupy.cuda.Event(block=True, disable_timing=True)
-        event.record(self._stream)
-        return lambda: self._wait(event)
-
     def notify(self, mark: Mark, descriptor: int) -> None:
         self._waiter.notify(mark, descriptor)
 
     def synchronize(self) -> None:
         self._wait(self._stream)
 
-    def _wait(self, what: Any) -> None:
-        """For an event or a stream."""
-        try:
-            what.synchronize()
-        except self._runtime.CUDARuntimeError as error:
-            raise RuntimeError(f"the card failed: {error}") from error
-
     def close(self) -> None:
         self._waiter.close()
         for address in self._allocations:
             self._runtime.free(address)
         self._allocations.clear()
-        self._loaded.clear()
+        self._kernels.clear()
         self._pinned.clear()
 
 
@@ -252,6 +294,31 @@ class _Loaded:
     def __init__(self, kernel: Kernel, function: Any) -> None:
         self.kernel, self.function = kernel, function  # which keeps its module
         self.arguments = Arguments(kernel)
+
+
+class _Kernels:
+    """Those that are on the card, by their id."""
+
+    def __init__(self, cupy: Any, capability: tuple[int, int]) -> None:
+        self._cupy, self._capability = cupy, capability
+        self._loaded: dict[int, _Loaded] = {}
+
+    def load(self, kernel: Kernel) -> _Loaded:
+        """Bring a kernel onto the card, unless it is there."""
+        loaded = self._loaded.get(id(kernel))
+        if loaded is None:
+            module = self._cupy.cuda.function.Module()
+            module.load(assemble(kernel, self._capability))
+            function = module.get_function(kernel.name)
+            if kernel.shared_bytes:
+                driver = self._cupy.cuda.driver
+                attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, attribute, kernel.shared_bytes)
+            loaded = self._loaded[id(kernel)] = _Loaded(kernel, function)
+        return loaded
+
+    def clear(self) -> None:
+        self._loaded.clear()
 
 
 class _Waiter:

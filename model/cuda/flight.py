@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..batch import StepBatch, StepResult
 from ..program import Logits
+from .device import REACHED
 from .program import TOP_WIDTH
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -26,7 +27,7 @@ class Flight:
         width = max(0, int(batch.sampling.num_logprobs.max(initial=0)))
         self.batch = batch
         self.started_s = time.perf_counter()
-        self.reached: Callable[[], None] = lambda: None  # waits until the card has done all that was asked for
+        self.reached = REACHED  # waits until the card has done all that was asked for
         self.pending = (0, 0)  # the stretch of logit rows that is still on the card
         self.tokens = np.empty(rows, np.int32)
         self.logprobs = np.empty(rows, np.float32)
@@ -61,15 +62,18 @@ class Flight:
 
 
 def following(batch: StepBatch, block_size: int, max_model_len: int) -> StepBatch | None:
-    """The step after a plain decode step, if every sequence just goes on in the block where it is; a copy.
+    """The step after a plain decode step, if every sequence just goes on; a copy.
 
     Its tokens are those that `batch` will sample: unknown to the host, zeros here. None where the host must be asked:
-    a sequence needs another block or is at its end, or its penalties count the token that is not known yet.
+    a sequence needs another block and has none yet, or is at its end, or its penalties count the token that is not
+    known yet.
     """
     if not len(batch.positions) or len(batch.sampling.penalty_tokens):
         return None
     positions = batch.positions + np.int32(1)
-    if (positions % block_size == 0).any() or int(positions.max()) >= max_model_len:
+    crossing = np.flatnonzero(positions % block_size == 0)
+    blocks = batch.next_blocks[crossing] if len(batch.next_blocks) else np.full(len(crossing), -1, np.int32)
+    if int(positions.max()) >= max_model_len or (blocks < 0).any():
         return None
     after = copy.deepcopy(batch)
     after.tokens[:] = 0
@@ -79,8 +83,13 @@ def following(batch: StepBatch, block_size: int, max_model_len: int) -> StepBatc
     after.sampling.counters += 1
     return after
 
+    after.slot_mapping[crossing] = blocks.astype(np.int64) * block_size
+    missing = int(positions.max()) // block_size + 1 - batch.block_tables.shape[1]
+    after.block_tables = np.pad(after.block_tables, ((0, 0), (0, max(0, missing))))
+    after.block_tables[crossing, positions[crossing] // block_size] = blocks
 
 def is_same_step(expected: StepBatch, asked: StepBatch, block_size: int) -> bool:
+    after.next_blocks = batch.next_blocks[:0]
     """`asked` is the step `expected`, whatever its tokens are."""
     for name in ("positions", "slot_mapping", "query_start", "seq_lens", "logit_rows"):
         if not np.array_equal(getattr(expected, name), getattr(asked, name)):

@@ -29,9 +29,10 @@ class Mirror:
             for name, (capacity, dtype) in fields.items()
         }
         self.size = layout.size
-        self._copies = [device.staging(layout.size), device.staging(layout.size)]
+        remedy = "lower max_num_seqs or max_num_batched_tokens"
+        self._copies = [device.staging(layout.size, purpose, remedy) for _ in range(2)]
         self._host = self._copies[0]
-        self._base = device.allocate(layout.size, purpose, "lower max_num_seqs or max_num_batched_tokens")
+        self._base = device.allocate(layout.size, purpose, remedy)
         self._filled: list[tuple[int, int]] = []
 
     def turn(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.model.batch import SamplingBatch
+from kvpool.model.cuda.device import Mark
 from tests.ptx import Device
 from tests.ptx.memory import GLOBAL_BASE
 from tests.support import cuda_twins, numpy_sampling
@@ -48,8 +50,13 @@ class Card:
             self.memory.write(made, 0)
         return self.memory.pointer(made)
 
-    def staging(self, size: int) -> NDArray[np.uint8]:
+    def staging(self, size: int, purpose: str, remedy: str) -> NDArray[np.uint8]:
+        if size > self._capacity:
+            raise MemoryError(f"{purpose}: {size} bytes page-locked; {remedy}")
         return np.zeros(size, np.uint8)
+
+    def lane(self) -> Card:
+        return self  # nothing goes on beside anything here: see cuda_streams.py
 
     def view(self, address: int, count: int, dtype: Any) -> Array:
         """Device memory as an array."""
@@ -109,14 +116,20 @@ class Card:
 
         def replay() -> None:
             for each in recorded:
-                each()
+                self._do(each)
 
         return replay
 
-    def mark(self) -> Work:
-        return self.synchronize  # everything is done as soon as it is asked for
+    def mark(self) -> Mark:
+        return Mark(self.synchronize, time.perf_counter())  # everything is done as soon as it is asked for
 
-    def notify(self, mark: Work, descriptor: int) -> None:
+    def after(self, mark: Mark) -> None:
+        pass
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
+        return float(end.event - begin.event)
+
+    def notify(self, mark: Mark, descriptor: int) -> None:
         mark()
         os.eventfd_write(descriptor, 1)
 

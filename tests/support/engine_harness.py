@@ -89,6 +89,8 @@ class Harness:
         )
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
+        backend_limits = BackendLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self.backend = make_backend(model, backend_limits)
             self.pool,
             limits=SchedulerLimits(
                 max_num_seqs=max_num_seqs,
@@ -99,11 +101,14 @@ class Harness:
             prefix_cache=PrefixCache(self.pool, secret=b"secret") if prefix_cache else None,
             host_blocks=host_blocks,
         )
-        backend_limits = BackendLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
-        self.backend = make_backend(model, backend_limits)
+            works_ahead=self.backend.works_ahead,
         self.backend.allocate_pool(num_blocks)
         self.metrics = Metrics(self.now)
-        runner = StepRunner(self.backend, backend_limits, host_blocks=host_blocks, costs=self.scheduler.costs)
+        if host_blocks:
+            self.backend.allocate_host(host_blocks)
+        runner = StepRunner(self.backend, backend_limits, costs=self.scheduler.costs)
+        if host_blocks:
+            runner.measure_swap()
         self.engine = Engine(self.scheduler, runner, self.metrics, epoch=EPOCH, journal=journal)
         self.answers: dict[tuple[str, int], Answer] = {}
         self._names = count()

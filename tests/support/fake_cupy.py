@@ -7,7 +7,9 @@ stream is captured nothing runs, whatever waits or moves host memory fails, and 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +37,12 @@ class FakeCupy:
         self.freed: list[int] = []
         self.failing = False  # every wait fails, as after an illegal access
         self.capturing: list[Callable[[], None]] | None = None
+        self.stream_ids = count()
         self._functions: list[Kernel] = []
         cuda = SimpleNamespace(runtime=Runtime(self), driver=Driver(self), cublas=Cublas(self))
         cuda.Stream = lambda non_blocking=False: Stream(self)
-        cuda.Event = lambda block=False, disable_timing=False: Event(self)
+        cuda.Event = lambda block=False, disable_timing=False: Event(self, timed=not disable_timing)
+        cuda.get_elapsed_time = elapsed_ms
         cuda.alloc_pinned_memory = bytearray
         cuda.function = SimpleNamespace(Module=lambda: Module(self))
         cuda.device = SimpleNamespace(get_cublas_handle=lambda: 77)
@@ -171,24 +175,38 @@ class Module:
 
 
 class Event:
-    def __init__(self, cupy: FakeCupy) -> None:
-        self._cupy, self._recorded = cupy, False
+    def __init__(self, cupy: FakeCupy, *, timed: bool) -> None:
+        self._cupy, self.timed, self.recorded_s = cupy, timed, 0.0
 
     def record(self, stream: Any = None) -> None:
         assert stream is not None, "the null stream knows nothing of ours"
         self._cupy.outside_capture()
-        self._recorded = True
+        self.recorded_s = time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        return bool(self.recorded_s) and not self._cupy.failing
 
     def synchronize(self) -> None:
-        assert self._recorded
+        assert self.recorded_s
         self._cupy.wait()
 
 
-class Stream:
-    ptr = 55
+def elapsed_ms(start_event: Event, end_event: Event) -> float:
+    """As CuPy's get_elapsed_time."""
+    assert start_event.timed
+    assert end_event.timed
+    return 1e3 * (end_event.recorded_s - start_event.recorded_s)
 
+
+class Stream:
     def __init__(self, cupy: FakeCupy) -> None:
         self._cupy = cupy
+        self.ptr = 55 + next(cupy.stream_ids)
+
+    def wait_event(self, event: Event) -> None:
+        self._cupy.outside_capture()
+        assert event.recorded_s
 
     def __enter__(self) -> Stream:
         return self

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32, StepBatch, StepResult
+from kvpool.model.host_pool import PlainHostPool
 from kvpool.model.program import (
     Buffer,
     Embed,
@@ -62,7 +63,7 @@ def as_held(heads: Float32, kv_dtype: str) -> Float32:
     return heads.astype(kinds[kv_dtype]).astype(np.float32)
 
 
-class NumpyBackend:
+class NumpyBackend(PlainHostPool):
     """Fulfils `kvpool.model.backend.Backend`. Steps run inside `launch`; a failure is raised by `collect`.
 
     `kv_dtype`: float32, or the format whose rounding K and V go through on their way into the pool.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import StepBatch, StepResult
+from kvpool.model.host_pool import PlainHostPool
 from kvpool.model.program import Program
 
 BLOCK_BYTES = 64
@@ -36,7 +37,7 @@ def answer_to(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ScriptedBackend:
+class ScriptedBackend(PlainHostPool):
     """Fulfils `Backend`. Logits, where wanted, are a ramp that begins at the token."""
 
     def __init__(self, program: Program, checkpoint: object, limits: BackendLimits) -> None:
