@@ -24,6 +24,7 @@ from .requests import (
     Options,
     Prompt,
     beam_params,
+    layer_numbers,
     make_generate,
     make_submit,
     merge_params,
@@ -87,16 +88,20 @@ class AsyncClient:
         linger_s: float = 0.0,
         want_text: bool = True,
         want_logits: bool = False,
+        hidden_layers: Items[int] = (),
         window: int | None = DEFAULT_WINDOW,
         **sampling: Any,
     ) -> AsyncStream:
         """As `Client.submit`."""
-        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window, want_logits)
+        layers = layer_numbers(hidden_layers)
+        options = Options(
+            priority, deadline_s, request_id, keep, linger_s, want_text, window, want_logits, hidden_layers=layers
+        )
         return await self._submit(prompt, merge_params(params, sampling), options)
 
     async def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> AsyncStream:
         welcome = await self._connection.connect()
-        return self._start(make_submit(welcome.limits, prompt, params, options), params.n, options.linger_s)
+        return self._start(make_submit(welcome, prompt, params, options), params.n, options.linger_s)
 
     def _start(self, message: Submit | Generate, num_samples: int, linger_s: float = 0.0) -> AsyncStream:
         state = self._connection.core.submit(message, num_samples, linger_s)
@@ -113,11 +118,13 @@ class AsyncClient:
         request_id: str | None = None,
         keep: bool = False,
         linger_s: float = 0.0,
+        hidden_layers: Items[int] = (),
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> Result:
         """As `Client.generate`."""
-        options = Options(priority, deadline_s, request_id, keep, linger_s, window=None)
+        layers = layer_numbers(hidden_layers)
+        options = Options(priority, deadline_s, request_id, keep, linger_s, window=None, hidden_layers=layers)
         async with await self._submit(prompt, merge_params(params, sampling), options) as stream:
             return await stream.result(timeout_s)
 

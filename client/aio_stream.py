@@ -39,7 +39,12 @@ class AsyncStream:
     @property
     def logits(self) -> NDArray[np.float32] | None:
         """As `Stream.logits`."""
-        return self._state.last_logits
+        return self._state.last_row("logits")
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        """As `Stream.hidden`."""
+        return self._state.last_row("hidden")
 
     @property
     def done(self) -> bool:

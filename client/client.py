@@ -23,6 +23,7 @@ from .requests import (
     Options,
     Prompt,
     beam_params,
+    layer_numbers,
     make_generate,
     make_submit,
     merge_params,
@@ -102,6 +103,7 @@ class Client:
         linger_s: float = 0.0,
         want_text: bool = True,
         want_logits: bool = False,
+        hidden_layers: Items[int] = (),
         window: int | None = DEFAULT_WINDOW,
         **sampling: Any,
     ) -> Stream:
@@ -110,13 +112,18 @@ class Client:
 
         Higher `priority` goes first; `deadline_s` from now it ends with finish_reason `deadline`; with `linger_s` it
         survives a lost connection for that long; `window` is how many tokens may be sent ahead of the reader. With
-        `want_logits` each event has the raw logits its token was drawn from, which only an arena can carry.
+        `want_logits` each event has the raw logits its token was drawn from, which only an arena can carry. With
+        `hidden_layers` ([0, 12, -1]: the first, the thirteenth, the last) each event has the outputs of these layers
+        that its token was drawn from, and the result has the prompt's, too, which is all computed for that.
         """
-        options = Options(priority, deadline_s, request_id, keep, linger_s, want_text, window, want_logits)
+        layers = layer_numbers(hidden_layers)
+        options = Options(
+            priority, deadline_s, request_id, keep, linger_s, want_text, window, want_logits, hidden_layers=layers
+        )
         return self._submit(prompt, merge_params(params, sampling), options)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, options: Options) -> Stream:
-        message = make_submit(self._connection.connect().limits, prompt, params, options)
+        message = make_submit(self._connection.connect(), prompt, params, options)
         with self._connection.using() as core:
             state = core.submit(message, params.n, options.linger_s)
         return Stream(self._connection, state, self._stream_timeout_s)
@@ -131,11 +138,13 @@ class Client:
         request_id: str | None = None,
         keep: bool = False,
         linger_s: float = 0.0,
+        hidden_layers: Items[int] = (),
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> Result:
         """Submit and wait for the result, at most `timeout_s` in all; leaving early cancels the request."""
-        options = Options(priority, deadline_s, request_id, keep, linger_s, window=None)
+        layers = layer_numbers(hidden_layers)
+        options = Options(priority, deadline_s, request_id, keep, linger_s, window=None, hidden_layers=layers)
         with self._submit(prompt, merge_params(params, sampling), options) as stream:
             return stream.result(timeout_s)
 

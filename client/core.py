@@ -37,7 +37,7 @@ from .wire.errors import (
     from_code,
 )
 from .wire.messages import (
-    PROTOCOL_VERSION,
+    SUPPORTED_VERSIONS,
     Accepted,
     Cancel,
     ClientMessage,
@@ -130,7 +130,7 @@ class Core:
                 stream.detached_until = max(stream.detached_until, self._lost_at + self._patience_s)
         self._frames = FrameReader()
         capabilities = (ARENA,) if self._wants_arena and supported() else ()
-        self.outbox.append(encode(Hello((PROTOCOL_VERSION,), self._client_name, os.getpid(), capabilities)))
+        self.outbox.append(encode(Hello(SUPPORTED_VERSIONS, self._client_name, os.getpid(), capabilities)))
         self._enter(State.GREETING)
 
     def lost(self, error: KVPoolError, now_s: float) -> None:
@@ -195,7 +195,9 @@ class Core:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
         stream.unaccepted = message
-        stream.wants_logits = isinstance(message, Submit) and message.want_logits
+        if isinstance(message, Submit):
+            wanted = {"logits": message.want_logits, "hidden": bool(message.hidden_layers)}
+            stream.wants = frozenset(kind for kind, wants in wanted.items() if wants)
         self._begin(stream, message)
         self._streams[message.request_id] = stream
         return stream
@@ -324,8 +326,8 @@ class Core:
     def _welcomed(self, message: Welcome) -> None:
         if self.state is not State.GREETING:
             raise ProtocolError("Welcome came out of turn")
-        if message.version != PROTOCOL_VERSION:
-            raise Unsupported(f"the daemon speaks protocol {message.version}, this client {PROTOCOL_VERSION}")
+        if message.version not in SUPPORTED_VERSIONS:
+            raise Unsupported(f"the daemon speaks protocol {message.version}, this client {SUPPORTED_VERSIONS}")
         self.welcome = message
         if message.lifeline_token:
             self.lifeline_outbox += encode_frame(FrameKind.TOKEN, message.lifeline_token)

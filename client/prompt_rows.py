@@ -1,47 +1,62 @@
-"""Rows of numbers about a request, put together as they arrive: logits, logprobs of the prompt, an embedding."""
+"""Rows of numbers about a request, put together as they arrive: logits, hidden states, prompt logprobs, embeddings."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .wire.errors import ProtocolError
-from .wire.messages import ROW_KINDS, Rows
+from .wire.messages import LAYER_KINDS, ROW_KINDS, Rows
 
 Array = NDArray[Any]
 
+TOKEN_KINDS = ("logits", "hidden")
+"""Rows that belong to one generated token each, and come before it."""
+
 
 def array_of(message: Rows, data: bytes) -> Array:
-    """(count, width) of the kind's type, a read-only view of `data`. Raises ProtocolError where its size is no such."""
+    """(count, width) of the kind's type, or (count, layers, width), a read-only view of `data`. Raises ProtocolError
+    where its size is no such."""
     dtype = np.dtype(ROW_KINDS[message.kind])
-    if not data or len(data) % (message.count * dtype.itemsize):
-        raise ProtocolError(f"{len(data)} bytes are no {message.count} rows of {dtype.name}", field="data")
-    return np.frombuffer(data, dtype=dtype).reshape(message.count, -1)
+    shape = (message.count, message.layers) if message.kind in LAYER_KINDS else (message.count,)
+    if not data or len(data) % (math.prod(shape) * dtype.itemsize):
+        raise ProtocolError(f"{len(data)} bytes are no {shape} rows of {dtype.name}", field="data")
+    return np.frombuffer(data, dtype=dtype).reshape(*shape, -1)
 
 
 class RequestRows:
     """What has arrived for one request. Rows that come again, after a lost connection, replace themselves."""
 
     def __init__(self) -> None:
-        self._logits: dict[tuple[int, int], Array] = {}  # by sample and index, until their tokens come
+        self._of_tokens: dict[tuple[str, int, int], Array] = {}  # by kind, sample and index, until their tokens come
         self._prompt: dict[str, dict[int, Array]] = {}  # by kind and index of the first row
 
     def push(self, message: Rows, values: Array) -> None:
-        if message.kind == "logits":
+        if message.kind in TOKEN_KINDS:
             for i, row in enumerate(values):
-                self._logits[message.sample, message.index + i] = row
+                self._of_tokens[message.kind, message.sample, message.index + i] = row
         else:
             self._prompt.setdefault(message.kind, {})[message.index] = values
 
-    def take_logits(self, sample: int, index: int) -> Array | None:
-        return self._logits.pop((sample, index), None)
+    def take(self, kind: str, sample: int, index: int) -> Array | None:
+        """What came of a kind for one token."""
+        return self._of_tokens.pop((kind, sample, index), None)
 
     @property
     def embedding(self) -> Array | None:
         rows = self._prompt.get("embedding")
         return None if rows is None else rows[0][0]
+
+    def prompt_hidden(self, num_tokens: int) -> Array | None:
+        """(num_tokens, layers, hidden_size); None where none were asked for, or some went down with a connection."""
+        parts = sorted(self._prompt.get("prompt_hidden", {}).items())
+        begins = np.cumsum([0, *(len(values) for _, values in parts)]).tolist()
+        if not parts or [*(index for index, _ in parts), num_tokens] != begins:
+            return None
+        return np.concatenate([values for _, values in parts])
 
     def prompt_logprobs(self) -> list[float | None] | None:
         """One for each token of the prompt; None where there are none."""

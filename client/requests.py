@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .sampling_params import SamplingParams
-from .wire.errors import InvalidArgument, TooLong
-from .wire.messages import ChatMessage, Generate, ServerLimits, Submit
+from .wire.errors import InvalidArgument, TooLong, Unsupported
+from .wire.messages import HIDDEN_LAYERS_SINCE, ChatMessage, Generate, ServerLimits, Submit, Welcome
 from .wire.schema import Mismatch
 from .wire.token_ids import ITEM_BYTES, pack_token_ids, unpack_token_ids
 
@@ -105,6 +106,14 @@ def beam_params(
     )
 
 
+def layer_numbers(layers: Iterable[int]) -> tuple[int, ...]:
+    """`layers` as the wire takes them. Raises InvalidArgument."""
+    try:
+        return tuple(operator.index(layer) for layer in layers)
+    except TypeError:
+        raise InvalidArgument("must be layers' numbers, as in [0, -1]", field="hidden_layers") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a request runs, besides what is sampled."""
@@ -118,6 +127,7 @@ class Options:
     window: int | None = DEFAULT_WINDOW  # None: everything may come at once
     want_logits: bool = False
     pooling: str | None = None
+    hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -131,10 +141,13 @@ class Options:
         return LOGITS_WINDOW if self.window is None else min(self.window, LOGITS_WINDOW)
 
 
-def make_submit(limits: ServerLimits, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
-    """The message that starts a request. Raises InvalidArgument, or TooLong naming max_model_len."""
+def make_submit(welcome: Welcome, prompt: Prompt, params: SamplingParams, options: Options) -> Submit:
+    """The message that starts a request. Raises InvalidArgument, TooLong naming max_model_len, or Unsupported for what
+    the daemon's version of the protocol has no word for."""
+    if options.hidden_layers and welcome.version < HIDDEN_LAYERS_SINCE:
+        raise Unsupported(f"the daemon speaks version {welcome.version} of the protocol", field="hidden_layers")
     text_or_ids, messages = split_prompt(prompt)
-    check_prompt(text_or_ids, limits)
+    check_prompt(text_or_ids, welcome.limits)
     return Submit(
         request_id=new_id() if options.request_id is None else options.request_id,
         prompt=text_or_ids,
@@ -148,6 +161,7 @@ def make_submit(limits: ServerLimits, prompt: Prompt, params: SamplingParams, op
         linger_s=options.linger_s,
         want_logits=options.want_logits,
         pooling=options.pooling,
+        hidden_layers=options.hidden_layers,
     )
 
 

@@ -26,6 +26,9 @@ class TokenEvent:
     sample: int  # which of the n sequences
     top_logprobs: dict[int, float] | None = None  # token_id -> logprob, best first
     logits: NDArray[np.float32] | None = None  # (vocab_size,), raw, read-only; with want_logits (see Stream.logits)
+    hidden: NDArray[np.float32] | None = (
+        None  # (layers, hidden_size), read-only; with hidden_layers (see Stream.hidden)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Output:
     finish_reason: str  # stop | length | cancelled | deadline | error
     usage: Usage
     error: KVPoolError | None = None
+    hidden: NDArray[np.float32] | None = None  # (tokens, layers, hidden_size), as of each TokenEvent; None: see Result
 
     @property
     def sum_logprobs(self) -> float | None:
@@ -58,6 +62,9 @@ class Result:
     )
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     embedding: NDArray[np.float32] | None = None  # (hidden_size,), read-only
+    prompt_hidden: NDArray[np.float32] | None = None
+    """(prompt tokens, layers, hidden_size): the outputs of `hidden_layers` for each token of the prompt. None, as
+    `hidden`, where none were asked for or some went down with a connection."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -74,6 +81,10 @@ class Result:
     @property
     def top_logprobs(self) -> list[dict[int, float]] | None:
         return self.outputs[0].top_logprobs
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        return self.outputs[0].hidden
 
     @property
     def finish_reason(self) -> str:

@@ -38,7 +38,13 @@ class Stream:
     def logits(self) -> NDArray[np.float32] | None:
         """(vocab_size,) raw logits of the token that was read last, read-only, a copy of its own; with want_logits.
         Raises ConnectionLost for a token that had to be sent again after a reconnect (its event's logits are None)."""
-        return self._state.last_logits
+        return self._state.last_row("logits")
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        """(layers, hidden_size): what the layers of `hidden_layers` made of the position that the token read last was
+        drawn from, read-only. Raises ConnectionLost as `logits`."""
+        return self._state.last_row("hidden")
 
     @property
     def done(self) -> bool:

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .prompt_rows import RequestRows
+from .prompt_rows import Array, RequestRows
 from .results import TAIL_TOKEN_ID, Output, Result, TokenEvent
 from .wire.errors import ConnectionLost, KVPoolError, ProtocolError, from_code
 from .wire.messages import Attach, Credit, Finished, Generate, Notice, Submit, TokenBatch, Usage
@@ -24,6 +23,7 @@ class _SampleState:
     __slots__ = (
         "error",
         "finish_reason",
+        "hidden",
         "logprobs",
         "may_finish_again",
         "texts",
@@ -39,6 +39,7 @@ class _SampleState:
         self.texts: list[str] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
+        self.hidden: list[Array] = []
         self.unread = 0
         self.ungranted = 0
         self.finish_reason: str | None = None
@@ -56,6 +57,7 @@ class _SampleState:
             finish_reason=self.finish_reason or "error",
             usage=self.usage,
             error=self.error,
+            hidden=np.stack(self.hidden) if self.hidden and len(self.hidden) == len(self.token_ids) else None,
         )
 
 
@@ -74,7 +76,7 @@ class StreamState:
         self.abandoned = False  # nobody will read it; only its end is awaited
         self.on_change: Callable[[], None] = _nothing
         self.rows = RequestRows()
-        self.wants_logits = False
+        self.wants: frozenset[str] = frozenset()  # kinds of rows that come before each token
         self._last: TokenEvent | None = None  # that was taken
         self._samples = [_SampleState() for _ in range(num_samples)]
         self._events: deque[TokenEvent] = deque()
@@ -115,8 +117,9 @@ class StreamState:
             text = batch.texts[i] if batch.texts else ""
             logprob = batch.logprobs[i] if batch.logprobs else None
             top = dict(batch.top_logprobs[i]) if batch.top_logprobs else None
-            logits = self.rows.take_logits(batch.sample, batch.index + i)
-            event = TokenEvent(batch.token_ids[i], text, logprob, batch.index + i, batch.sample, top, logits)
+            index = batch.index + i
+            logits, hidden = (self.rows.take(kind, batch.sample, index) for kind in ("logits", "hidden"))
+            event = TokenEvent(batch.token_ids[i], text, logprob, index, batch.sample, top, logits, hidden)
             self._append(sample, event)
         self.on_change()
 
@@ -135,6 +138,8 @@ class StreamState:
             sample.logprobs.append(event.logprob)
         if event.top_logprobs is not None:
             sample.top_logprobs.append(event.top_logprobs)
+        if event.hidden is not None:
+            sample.hidden.append(event.hidden)
         if not self.abandoned:
             sample.unread += 1
             self._events.append(event)
@@ -188,17 +193,17 @@ class StreamState:
             self._last = event
         return event
 
-    @property
-    def last_logits(self) -> NDArray[np.float32] | None:
-        """Of the token that was taken last; None before the first, or where none were asked for. Raises ConnectionLost
-        where they were: the daemon does not keep rows for a connection that might be lost."""
-        if self._last is None or not self.wants_logits:
+    def last_row(self, kind: str) -> Array | None:
+        """`logits` or `hidden` of the token that was taken last; None before the first, or where none were asked for.
+        Raises ConnectionLost where they were: the daemon does not keep rows for a connection that might be lost."""
+        if self._last is None:
             return None
-        if self._last.logits is None:
+        row: Array | None = getattr(self._last, kind)
+        if row is None and kind in self.wants:
             raise ConnectionLost(
-                f"the logits of token {self._last.index} went down with a connection; the token itself is here"
+                f"the {kind} rows of token {self._last.index} went down with a connection; the token itself is here"
             )
-        return self._last.logits
+        return row
 
     def take_all(self) -> None:
         """Read everything that waits, for a reader who only wants the result."""
@@ -252,6 +257,7 @@ class StreamState:
             self.rows.prompt_logprobs(),
             self.rows.prompt_top_logprobs(),
             self.rows.embedding,
+            self.rows.prompt_hidden(self._samples[0].usage.prompt_tokens),
         )
 
 

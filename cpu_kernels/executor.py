@@ -29,7 +29,7 @@ from .memory import (
 )
 from .plan import plan_attention
 from .rope import rope_kv_write
-from .rowwise import embed, gated_activation, rms_norm, select_rows
+from .rowwise import embed, gated_activation, layer_output, rms_norm, select_rows
 from .sample import sample
 from .table import ROW_BYTES, rows_of, rows_per_unit, word
 
@@ -49,6 +49,7 @@ OPERATIONS: dict[int, Operation] = {
     t.SHARED_ATTENTION: attend_shared,
     t.ATTENTION: attend,
     t.ACTIVATION: gated_activation,
+    t.LAYER_OUTPUT: layer_output,
     t.SELECT_ROWS: select_rows,
     t.SAMPLE: sample,
 }

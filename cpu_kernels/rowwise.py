@@ -1,4 +1,4 @@
-"""Operations on one row at a time: embedding, RMS norm, gated activation, row selection.
+"""Operations on one row at a time: embedding, RMS norm, gated activation, outputs of layers, row selection.
 
 Rows are float32 and start 64 bytes apart, so whole vectors may be read and written: the lanes past a row's width are
 always zero.
@@ -112,6 +112,17 @@ def gated_activation(row: int, state: int, unit: int, thread: int) -> None:
         out = word(row, t.OUT) + index * word(row, t.OUT_STRIDE)
         activate(word(row, t.KIND), gate, gate + 4 * width, out, width)
     round_rows(row, state, first, last)
+
+
+def layer_output(row: int, state: int, unit: int, thread: int) -> None:
+    """Copy x[layer_rows[n]] to row n of this layer's output, where the step asks for it."""
+    width = word(row, t.WIDTH)
+    out = load_i64(word(state, t.LAYERS_OUT) + 8 * word(row, t.LAYER))
+    if out == 0:
+        return
+    for index in range(*rows_of_unit(row, state, unit)):
+        source = load_i32(word(state, t.LAYER_ROW_INDEX) + 4 * index)
+        copy_floats(word(row, t.X) + source * word(row, t.X_STRIDE), out + index * width * 4, width)
 
 
 def select_rows(row: int, state: int, unit: int, thread: int) -> None:

@@ -15,14 +15,17 @@ from .memory import INT64, POINTER
 
 # -- operations -------------------------------------------------------------------------------------------------------
 
-PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, SHARED_ATTENTION, ATTENTION, ACTIVATION, SELECT_ROWS, SAMPLE = range(10)
-
 # fmt: off
+(
+    PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, SHARED_ATTENTION, ATTENTION, ACTIVATION, LAYER_OUTPUT, SELECT_ROWS,
+    SAMPLE,
+) = range(11)
+
 (
     OPCODE,
     X, X_STRIDE,             # input rows: address, bytes between rows
     OUT, OUT_STRIDE,
-    ROWS_KIND,               # TOKEN_ROWS or LOGIT_ROWS: how many rows there are in this step
+    ROWS_KIND,               # of which there are so many in this step: TOKEN_ROWS, LOGIT_ROWS or LAYER_ROWS
     ROW_BEGIN, ROW_LIMIT,    # the operation covers at most ROW_LIMIT of them, from ROW_BEGIN on
     WIDTH,                   # columns of the result
     WEIGHT, WEIGHT_FORMAT,   # address of the first panel (or of a vector)
@@ -45,7 +48,7 @@ PLAN, EMBED, RMS_NORM, LINEAR, ROPE_KV_WRITE, SHARED_ATTENTION, ATTENTION, ACTIV
 ROW_WORDS = 32
 ROW_BYTES = 8 * ROW_WORDS
 
-TOKEN_ROWS, LOGIT_ROWS = 0, 1
+TOKEN_ROWS, LOGIT_ROWS, LAYER_ROWS = range(3)
 SILU, GELU_TANH = 0, 1
 
 # -- the step ---------------------------------------------------------------------------------------------------------
@@ -72,13 +75,14 @@ SILU, GELU_TANH = 0, 1
     PARTIALS, PARTIAL_BYTES, ARRIVALS,
     VOCAB_SIZE, SAMPLING_SCRATCH, SAMPLING_FLOATS,  # per thread: float32 of scratch
     # From here on the words of one step, which are written together:
-    NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS,
-    TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, LOGIT_ROW_INDEX,
+    NUM_TOKENS, NUM_SEQUENCES, NUM_LOGIT_ROWS, NUM_LAYER_ROWS,
+    TOKENS, POSITIONS, SLOT_MAPPING, QUERY_START, SEQ_LENS, BLOCK_TABLES, LOGIT_ROW_INDEX, LAYER_ROW_INDEX,
     MAX_BLOCKS,              # columns of the block tables
     TOP_WIDTH,               # columns of the top lists
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
+    LAYERS_OUT,              # address of one word for each layer: where its output is copied, 0: nowhere
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(57)
+) = range(60)
 # fmt: on
 STATE_WORDS = 112
 
@@ -117,7 +121,10 @@ def float_word(typing_context: Any, table: Any, index: Any) -> Any:
 @kernel
 def rows_of(row: int, state: int) -> int:
     """How many rows an operation has in this step."""
-    total = word(state, NUM_TOKENS) if word(row, ROWS_KIND) == TOKEN_ROWS else word(state, NUM_LOGIT_ROWS)
+    kind = word(row, ROWS_KIND)
+    total = word(state, NUM_TOKENS)
+    if kind != TOKEN_ROWS:
+        total = word(state, NUM_LOGIT_ROWS) if kind == LOGIT_ROWS else word(state, NUM_LAYER_ROWS)
     return max(0, min(total - word(row, ROW_BEGIN), word(row, ROW_LIMIT)))
 
 

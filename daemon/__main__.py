@@ -177,6 +177,7 @@ def _assemble(
         model.chat_template,
         vocab_size=model.config.vocab_size,
         max_model_len=limits.max_model_len,
+        num_layers=model.config.num_layers,
     )
     stack.callback(text.close)
     poller, timers, signals = Poller(), Timers(), Signals()

@@ -70,8 +70,15 @@ class StepBatch:
     sampling: SamplingBatch  # R rows
     want_logits: bool = False  # also return the (R, vocab_size) raw logits
     want_hidden: bool = False  # also return the (R, hidden_size) rows after the final norm, of which logits are made
+    layers: tuple[int, ...] = ()  # also return the output of these layers, in ascending order ...
+    layer_rows: Int32 = field(default_factory=_empty_int32)  # (N,) ... for these of the T rows
     next_blocks: Int32 = field(default_factory=_empty_int32)  # (S,), or none given: where each sequence's next token
     # would begin a block and it has that block already, its id; else -1
+
+    @property
+    def only_tokens(self) -> bool:
+        """Nothing is wanted but what is sampled."""
+        return not (self.want_logits or self.want_hidden or self.layers)
 
 
 @dataclass(slots=True)
@@ -86,6 +93,7 @@ class StepResult:
     compute_s: float  # seconds the device worked
     logits: Float32 | None = None
     hidden: Float32 | None = None
+    layer_outputs: Float32 | None = None  # (len(layers), N, hidden_size)
 
     def best(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
         """The row's best candidates, (token_id, logprob), best first."""

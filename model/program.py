@@ -131,6 +131,14 @@ class GatedActivation:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerOutput:
+    """`x` holds the output of `layer` now, the residual stream behind it: a step that asks for it takes a copy."""
+
+    x: Buffer
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class SelectRows:
     """out[r] = x[logit_rows[r]]."""
 
@@ -147,7 +155,7 @@ class Logits:
     out: Buffer
 
 
-Op = Embed | RmsNorm | Linear | RopeKvWrite | PagedAttention | GatedActivation | SelectRows | Logits
+Op = Embed | RmsNorm | Linear | RopeKvWrite | PagedAttention | GatedActivation | LayerOutput | SelectRows | Logits
 
 
 @dataclass(frozen=True, slots=True)

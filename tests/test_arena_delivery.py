@@ -318,7 +318,7 @@ def test_logits_wait_for_room_and_are_those_of_their_tokens(tmp_path: Path) -> N
                 assert event.logits.shape == (384,)
                 assert event.logits[0] == event.token_id
                 assert not event.logits.flags.writeable
-                assert stream.last_logits is event.logits
+                assert stream.last_row("logits") is event.logits
     assert len(events) == 36
     assert all(stream.done for stream in streams)
     rig.close()
@@ -346,7 +346,7 @@ def test_logits_of_tokens_that_come_again_after_a_reconnect_are_gone_and_said_to
     client = rig.client()
     stream = client.submit(PROMPT, max_tokens=30, want_logits=True, linger_s=60.0)
     stream.linger_s = 60.0
-    assert stream.last_logits is None
+    assert stream.last_row("logits") is None
     for _ in range(4):
         rig.turn()
         client.read()
@@ -370,12 +370,12 @@ def test_logits_of_tokens_that_come_again_after_a_reconnect_are_gone_and_said_to
             seen.append(event)
             client.core._grant(stream)
             if event.logits is not None:
-                assert stream.last_logits is event.logits
+                assert stream.last_row("logits") is event.logits
                 assert event.logits[0] == event.token_id
             else:
                 lost.append(event.index)
-                with pytest.raises(ConnectionLost, match=f"logits of token {event.index} "):
-                    _ = stream.last_logits
+                with pytest.raises(ConnectionLost, match=f"logits rows of token {event.index} "):
+                    _ = stream.last_row("logits")
     assert [event.token_id for event in seen] == expected(PROMPT, 30)
     assert 0 < len(lost) < 10
     assert lost == list(range(lost[0], lost[0] + len(lost)))

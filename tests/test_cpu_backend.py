@@ -77,8 +77,9 @@ def test_prefill_and_decode_match_the_twin(name: str, block_size: int, closing: 
         [Piece([extra + 3], n + extra, table) for n, table in zip(lengths, tables, strict=True)] for extra in range(2)
     ]
     for pieces in steps:
-        got, expected = (run_step(b, pieces, block_size, every_row=True, num_logprobs=3) for b in (cpu, twin))
-        for name in ("logits", "hidden", "logprobs"):
+        asked = {"every_row": True, "layers": range(twin.program.config.num_layers), "num_logprobs": 3}
+        got, expected = (run_step(b, pieces, block_size, **asked) for b in (cpu, twin))
+        for name in ("logits", "hidden", "logprobs", "layer_outputs"):
             np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert not got.numeric_errors.any()
@@ -226,6 +227,25 @@ def test_a_step_without_logits_or_wishes(closing: list[CpuBackend]) -> None:
     assert result.tokens.shape == (0,)
     assert result.logits is None
     assert result.hidden is None
+
+
+def test_outputs_of_some_layers_for_some_rows(closing: list[CpuBackend]) -> None:
+    """Exactly those that are asked for, and the next step, which asks for none, has none."""
+    program = tiny_program(Shape(num_layers=3, hidden_size=50))
+    backend = CpuBackend(program, RandomCheckpoint(program), limits(16), dtype="float32", threads=2)
+    closing.append(backend)
+    backend.allocate_pool(8)
+    pieces = [Piece([1, 2, 3, 4, 5], 0, [0]), Piece([6, 7, 8], 0, [1])]
+    whole = run_step(backend, pieces, 16, every_row=True, layers=(0, 1, 2)).layer_outputs
+    assert whole is not None
+    assert whole.shape == (3, 8, 50)
+    batch = step_batch(pieces, 16, layers=(0, 2))
+    batch.layer_rows = np.array([7, 0, 3], np.int32)
+    backend.launch(batch)
+    some = backend.collect().layer_outputs
+    assert some is not None
+    np.testing.assert_array_equal(some, whole[np.ix_([0, 2], [7, 0, 3])])
+    assert run_step(backend, pieces, 16).layer_outputs is None
 
 
 def test_misuse_says_what_is_wrong(closing: list[CpuBackend]) -> None:

@@ -70,9 +70,10 @@ def test_steps_equal_those_of_the_numpy_back_end(kind: str, shape: Shape, dtype:
     backend, twin = made(program, card, dtype=dtype), NumpyBackend(program, RandomCheckpoint(program), LIMITS)
     twin.allocate_pool(40)
     for pieces in steps():
-        got, expected = (run_step(each, pieces, LIMITS.block_size, num_logprobs=3) for each in (backend, twin))
+        asked = {"layers": range(config.num_layers), "num_logprobs": 3}
+        got, expected = (run_step(each, pieces, LIMITS.block_size, **asked) for each in (backend, twin))
         tolerance = 1e-4 if dtype == "float32" else 0.15
-        for name in ("logits", "hidden", "logprobs"):
+        for name in ("logits", "hidden", "logprobs", "layer_outputs"):
             np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=tolerance, atol=tolerance)
         if dtype == "float32":
             assert got.tokens.tolist() == expected.tokens.tolist()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from kvpool.model.backend import BackendLimits
 from kvpool.model.config import ModelConfig, RopeScaling
@@ -17,8 +15,9 @@ from kvpool.model.families import PROGRAMS, build_program
 from kvpool.model.families.rope import local_rope, rope
 from kvpool.model.loading import load_model
 from kvpool.model.program import Embed, Logits, PagedAttention, RmsNorm, RopeKvWrite
+from tests.support.dense import dense_forward
 from tests.support.numpy_backend import NumpyBackend
-from tests.support.scoring import score_tokens
+from tests.support.steps import Piece, run_step
 from tests.support.tiny_model import write_tiny_model
 
 CASES = {
@@ -47,73 +46,23 @@ def test_program_computes_what_a_dense_forward_pass_computes(case: str, tmp_path
     model_type, overrides = CASES[case]
     directory = write_tiny_model(tmp_path, model_type, **overrides)
     tokens = np.random.default_rng(3).integers(0, 384, 50)
-    got = _run_program(directory, tokens)
-    expected = _dense(directory, tokens)
+    layers, got = _run_program(directory, tokens)
+    expected_layers, expected = dense_forward(directory, tokens.tolist())
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(layers, expected_layers, rtol=0, atol=2e-4 * np.abs(expected_layers).max())
     assert np.std(expected) > 0.5, "the tiny model's logits must be lively, or this test sees nothing"
 
 
-def _run_program(directory: Path, tokens: np.ndarray) -> np.ndarray:
+def _run_program(directory: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The outputs of all layers, and the logits."""
     model = load_model(directory)
     backend = NumpyBackend(model.program, model.checkpoint, BackendLimits(16, 1, 512, 512))
     backend.allocate_pool(8)
-    logits = score_tokens(backend, tokens.tolist(), block_table=[5, 2, 7, 0], block_size=16).logits
-    assert logits is not None
-    return logits
-
-
-def _dense(directory: Path, tokens: np.ndarray) -> np.ndarray:
-    """(T, vocab_size) float64 from config.json and model.safetensors alone: no cache, no fusing, whole matrices."""
-    c = json.loads((directory / "config.json").read_text())
-    w = {name: tensor.astype(np.float64) for name, tensor in load_file(directory / "model.safetensors").items()}
-    gemma, head_dim = c["model_type"] == "gemma3_text", c["head_dim"]
-    count, heads, kv_heads = len(tokens), c["num_attention_heads"], c["num_key_value_heads"]
-    scale = (c["query_pre_attn_scalar"] if gemma else head_dim) ** -0.5
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        weight = w[f"{name}.weight"] + (1.0 if gemma else 0.0)
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c["rms_norm_eps"]) * weight
-
-    def linear(x: np.ndarray, name: str) -> np.ndarray:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
-
-    def rotate(x: np.ndarray, local: bool) -> np.ndarray:  # (T, heads, head_dim)
-        theta = c["rope_local_base_freq"] if local else c["rope_theta"]
-        settings = c.get("rope_scaling") or c.get("rope_parameters", {}).get("full_attention") or {}
-        factor = 1.0 if local else settings.get("factor", 1.0)
-        half = head_dim // 2
-        angle = np.arange(count)[:, None] / factor * theta ** (-2.0 * np.arange(half) / head_dim)[None, :]
-        complex_x = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None, :]
-        return np.concatenate([complex_x.real, complex_x.imag], axis=-1)
-
-    def act(x: np.ndarray) -> np.ndarray:
-        if gemma:
-            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        return x / (1 + np.exp(-x))
-
-    x = w["model.embed_tokens.weight"][tokens] * (math.sqrt(c["hidden_size"]) if gemma else 1.0)
-    for layer in range(c["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        sliding = c["model_type"] == "mistral" or (gemma and c["layer_types"][layer] == "sliding_attention")
-        h = norm(x, f"{at}.input_layernorm")
-        q, k, v = (
-            linear(h, f"{at}.self_attn.{letter}_proj").reshape(count, -1, head_dim) for letter in ("q", "k", "v")
-        )
-        if f"{at}.self_attn.q_norm.weight" in w:
-            q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
-        q, k = rotate(q, gemma and sliding), rotate(k, gemma and sliding)
-        k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) * scale
-        ahead = np.arange(count)[:, None] - np.arange(count)[None, :]
-        seen = (ahead >= 0) & ((ahead < c["sliding_window"]) if sliding else True)
-        weights = np.exp(np.where(seen, scores, -np.inf) - np.where(seen, scores, -np.inf).max(-1, keepdims=True))
-        attended = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(count, -1)
-        out = linear(attended, f"{at}.self_attn.o_proj")
-        x = x + (norm(out, f"{at}.post_attention_layernorm") if gemma else out)
-        h = norm(x, f"{at}.{'pre_feedforward' if gemma else 'post_attention'}_layernorm")
-        out = linear(act(linear(h, f"{at}.mlp.gate_proj")) * linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
-        x = x + (norm(out, f"{at}.post_feedforward_layernorm") if gemma else out)
-    return norm(x, "model.norm") @ w["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"].T
+    piece = Piece(tokens.tolist(), 0, [5, 2, 7, 0])
+    result = run_step(backend, [piece], 16, every_row=True, layers=range(model.config.num_layers))
+    assert result.layer_outputs is not None
+    assert result.logits is not None
+    return result.layer_outputs, result.logits
 
 
 def _config(**changes: Any) -> ModelConfig:

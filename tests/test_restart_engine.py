@@ -160,6 +160,7 @@ def test_a_request_is_written_down_whole(backend: Backend) -> None:
         "keep": True,
         "linger_s": 4.0,
         "want_logits": True,
+        "hidden_layers": (0, 1),
     }
     elsewhere = {"request_id", "prompt", "messages", "params", "upload", "handle"}
     messages = [replace(plain, **full), replace(plain, params={"max_tokens": 0}, pooling="mean")]

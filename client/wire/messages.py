@@ -18,7 +18,11 @@ from .schema import Binary, Blob, Choice, Integer, Many, Name, Optional, Pair, P
 from .token_ids import PackedTokenIds
 from .token_ids import Prompt as PromptSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+SUPPORTED_VERSIONS = (PROTOCOL_VERSION, 1)
+"""Best first. What version 1 has, version 2 has unchanged; its peers ask for nothing that came later."""
+
+HIDDEN_LAYERS_SINCE = 2  # `hidden_layers` of Submit, `layers` of Rows
 
 # What the wire can say at most; a daemon's own limits are usually lower and come in Welcome.
 MAX_PROMPT_TOKENS = 2**24
@@ -30,6 +34,8 @@ MAX_EVENTS_PER_MESSAGE = 65536
 MAX_TOP_LOGPROBS = 1024
 MAX_CREDIT = 2**31 - 1
 MAX_PRIORITY = 100
+MAX_HIDDEN_LAYERS = 64
+MAX_LAYERS = 4096  # of any model
 MAX_DEADLINE_S = 30 * 86400.0
 MAX_LINGER_S = 7 * 86400.0
 LIFELINE_TOKEN_BYTES = 32
@@ -37,12 +43,15 @@ LIFELINE_TOKEN_BYTES = 32
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "error")
 POOLINGS = ("mean", "last")
+LAYER_KINDS = ("prompt_hidden", "hidden")  # of ROW_KINDS, those with several rows for each token
 ROW_KINDS = {
     "logits": "<f4",  # (count, vocab_size), of the sample's tokens from `index` on; before these
     "prompt_logprobs": "<f4",  # (count,), of the prompt's tokens from `index` on
     "prompt_top_token_ids": "<i4",  # (count, candidates), best first
     "prompt_top_logprobs": "<f4",  # (count, candidates)
     "embedding": "<f4",  # (1, hidden_size)
+    "prompt_hidden": "<f4",  # (count, layers, hidden_size), of the prompt's tokens from `index` on
+    "hidden": "<f4",  # the same, what the sample's tokens from `index` on are drawn from; before these
 }
 MAX_ROWS_BYTES = 2**30
 NOTICE_KINDS = ("paused", "resumed", "preempted")
@@ -169,6 +178,9 @@ class Submit:
     handle: Handle | None = None  # its tokens may come through the arena's ring under this number
     want_logits: bool = False  # the raw logits each token was drawn from come, too: only through an arena
     pooling: Annotated[str | None, Optional(Choice(POOLINGS))] = None  # only an embedding of the prompt; max_tokens 0
+    hidden_layers: Annotated[
+        tuple[Annotated[int, Integer(-MAX_LAYERS, MAX_LAYERS - 1)], ...], Many(MAX_HIDDEN_LAYERS)
+    ] = ()  # whose outputs come for every token of prompt and answer; counted from 0, -1 is the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +361,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Numbers that somebody asked for: `count` rows, one after another, of the type that ROW_KINDS says."""
+    """Numbers that somebody asked for: `count` rows, one after another, of the type that ROW_KINDS says; of each token
+    `layers` rows in the kinds of several layers."""
 
     epoch: Epoch
     request_id: RequestId
@@ -358,6 +371,7 @@ class Rows:
     index: Index  # of the token that the first row belongs to
     count: Annotated[int, Integer(1, 2**31 - 1)]
     data: Annotated[bytes | tuple[int, int], Blob(MAX_ROWS_BYTES)]
+    layers: Annotated[int, Integer(1, MAX_HIDDEN_LAYERS)] = 1
 
 
 @dataclass(frozen=True, slots=True)

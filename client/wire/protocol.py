@@ -38,6 +38,7 @@ from .messages import (
     PROTOCOL_VERSION,
     ROLES,
     ROW_KINDS,
+    SUPPORTED_VERSIONS,
     Accepted,
     Append,
     Attach,
@@ -75,8 +76,6 @@ from .messages import (
     Welcome,
 )
 from .token_ids import pack_token_ids, unpack_token_ids
-
-SUPPORTED_VERSIONS = (PROTOCOL_VERSION,)
 
 
 def negotiate(offered: Sequence[int]) -> int | None:

@@ -35,8 +35,9 @@ from .best_of import choose
 from .metrics import Metrics
 from .observations import note_occupancy, note_plan, note_token
 from .pace import Pace
-from .prompt_rows import PromptPart, Rows
+from .prompt_rows import Rows
 from .request import Request, Sample, Token
+from .step_builder import Report
 from .step_runner import StepRunner
 from .submission import submit_of
 from .suspects import Suspects, verdict
@@ -251,15 +252,15 @@ class Engine:
         if plan is None:
             return
         try:
-            result, prompt_parts = self.runner.collect()
+            result, reports = self.runner.collect()
         except RuntimeError as error:
             self._fail(plan, error)
             return
         self._failures, self._work_since = 0, None
         self.metrics.step(plan.num_tokens, self.runner.last_step_s)
         self.trace.collected(plan, self.scheduler)
-        for sample, part in prompt_parts:
-            self._take_prompt_part(sample, part)
+        for report in reports:
+            self._tell(report)
         sampled = self._take_tokens(plan, result, now)
         self._retire_all(self.scheduler.update(plan, sampled))
         for request in self._searching:
@@ -297,16 +298,17 @@ class Engine:
             note_token(self.metrics, sample, now)
         return sampled
 
-    def _take_prompt_part(self, sample: Sample, part: PromptPart) -> None:
-        if sample.collector is None or not self._is_live(sample):
+    def _tell(self, report: Report) -> None:
+        """Rows that a step found out for a sample's reader."""
+        sample = report.sample
+        if not self._is_live(sample):
             return
-        if part.numeric_error:
+        if report.numeric_error:
             self._end(sample, "error", NumericError("the model's output for this prompt is not a number"))
             return
-        rows = sample.collector.take(part)
         if sample.request.linger_s > 0 or sample.request.taken_up:
-            sample.told += rows
-        self._outputs += [Output(sample.request, found) for found in rows]
+            sample.told += [rows for rows in report.rows if not rows.transient]
+        self._outputs += [Output(sample.request, rows) for rows in report.rows]
 
     def _schedule(self, now: float) -> None:
         """Plan and launch a step, if there is anything to do."""
@@ -409,7 +411,8 @@ class Engine:
         batch = sample.take_fresh()
         if batch is not None and logits:
             values = logits[0][np.newaxis] if len(batch.token_ids) == 1 else np.stack(logits[: len(batch.token_ids)])
-            self._outputs.append(Output(sample.request, Rows("logits", batch.index, values, sample.index)))
+            rows = Rows("logits", batch.index, values, sample.index, transient=True)
+            self._outputs.append(Output(sample.request, rows))
         if batch is not None:
             self.metrics.tokens_generated_total += len(batch.token_ids)
             self._say(sample.request, batch)

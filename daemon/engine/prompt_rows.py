@@ -19,12 +19,16 @@ from ...model.batch import Float32, Int32
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Numbers for a request's reader; PROTOCOL.md lists the kinds. `index`: of the first row's token."""
+    """Numbers for a request's reader; PROTOCOL.md lists the kinds. `index`: of the first row's token.
+
+    `transient`: there is no end of them, so they wait for room in the arena, and are not kept for a reader who returns.
+    """
 
     kind: str
     index: int
-    values: NDArray[np.float32] | NDArray[np.int32]  # (count,) or (count, width)
+    values: NDArray[np.float32] | NDArray[np.int32]  # (count,), (count, width) or (count, layers, width)
     sample: int = 0
+    transient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

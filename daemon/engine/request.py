@@ -18,6 +18,7 @@ from ...client.wire.protocol import Finished, TokenBatch, Usage
 from ...model.text.detokenizer import StopStrings, StreamDetokenizer
 from ..memory.sequence import Sequence, SequenceState
 from ..persistence.journal_records import KnownSample
+from .hidden_states import HiddenStates
 from .prompt_rows import Collector, Rows, collector_of
 from .text import Text
 
@@ -67,6 +68,7 @@ class Request:
     priority: int = 0
     want_text: bool = True
     want_logits: bool = False
+    hidden_layers: tuple[int, ...] = ()  # layers, counted from 0, whose outputs are told with every token
     pooling: str | None = None  # mean | last: nothing is generated, the prompt is embedded
     keep: bool = False  # its sequence stays when it is done
     kept_as: str = ""  # the name of the kept sequence that goes on with this
@@ -86,6 +88,11 @@ class Request:
     def withheld(self) -> bool:
         """It is not known yet which its answers are: they come all at once."""
         return self.search is not None or (self.params.num_samples > self.params.n and not self.chosen)
+
+    @property
+    def fits_ring(self) -> bool:
+        """Nothing comes with its tokens that has no place in the ring: candidates, hidden states."""
+        return not (self.params.logprobs or self.hidden_layers)
 
     @property
     def done(self) -> bool:
@@ -118,6 +125,7 @@ class Sample:
     finished: Finished | None = None  # its last message, once made
     history: list[TokenBatch] = field(default_factory=list)  # what was given out, where the request may be resumed
     collector: Collector | None = None  # of what is to be told about the prompt's tokens
+    hidden: HiddenStates | None = None  # what is to be told of layers
     told: list[Rows] = field(default_factory=list)  # what it told, where the request may be resumed
     candidates: tuple[tuple[int, float], ...] | None = None  # of a beam: its next tokens, while it waits for the others
     sum_logprobs: float = 0.0  # of the tokens given out
@@ -151,7 +159,11 @@ class Sample:
         sequence.client_data = sample
         if index == 0:
             sample.collector = collector_of(request.prompt_ids, params.prompt_logprobs, request.pooling)
-            sequence.whole_prompt = params.prompt_logprobs is not None or request.pooling == "mean"
+            rows_of_all = params.prompt_logprobs is not None or request.pooling == "mean" or request.hidden_layers
+            sequence.whole_prompt = bool(rows_of_all)
+        if request.hidden_layers:
+            prompted = len(request.prompt_ids)
+            sample.hidden = HiddenStates(request.hidden_layers, prompted, index, params.max_tokens)
         if params.repetition_penalty != 1.0:
             sample.token_counts = dict.fromkeys(request.prompt_ids, 0)
         return sample
@@ -230,6 +242,8 @@ class Sample:
             self.sequence.state = SequenceState.FINISHED
         self.fresh = tokens[-1:]
         self.take_fresh()
+        if self.hidden is not None:
+            self.hidden.skip_tokens(self.num_sent)
         if self.granted is not None:
             self.granted += self.num_sent
 

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from ...model.backend import BackendLimits
 from ...model.batch import Float32, Int32, Int64, SamplingBatch, StepBatch, StepResult
 from ..scheduling.step_plan import Chunk, StepPlan
-from .prompt_rows import Collector, PromptPart
+from .hidden_states import HiddenStates
+from .prompt_rows import Collector, PromptPart, Rows
 from .request import Sample
 
 SAMPLE = -1  # in `targets`: no target, draw a token
+NO_ROWS: Int32 = np.zeros(0, dtype=np.int32)
 
 
 class StepBuilder:
@@ -39,8 +41,11 @@ class StepBuilder:
         self._frequency_penalty: Float32 = np.zeros(slots, dtype=np.float32)
         self._with_lists: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # has penalties, bias, bans or a mask
         self._collects: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # something of its prompt is to be told
+        self._with_hidden: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # outputs of layers are
         self._with_logits: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)
         self._prompt_rows: list[PromptRows] = []  # of the step that was built last
+        self._layer_rows: list[LayerRows] = []
+        self._layers: tuple[int, ...] = ()
         self._free_slots = list(range(slots - 1, -1, -1))
 
     def release(self, sample: Sample) -> None:
@@ -73,6 +78,9 @@ class StepBuilder:
             for rows in self._prompt_rows:
                 row_chunks = np.append(row_chunks, np.full(len(rows.positions), rows.chunk))
                 logit_rows = np.append(logit_rows, query_start[rows.chunk] - starts[rows.chunk] + rows.positions)
+        self._layer_rows = _layer_rows(chunks) if self._with_hidden[slots].any() else []
+        self._layers = tuple(sorted({layer for rows in self._layer_rows for layer in rows.states.layers}))
+        layer_rows = [query_start[rows.chunk] - starts[rows.chunk] + rows.positions for rows in self._layer_rows]
         return StepBatch(
             tokens=_tokens(chunks),
             positions=positions.astype(np.int32),
@@ -84,12 +92,14 @@ class StepBuilder:
             sampling=self._sampling([chunks[i] for i in row_chunks.tolist()], slots[row_chunks]),
             want_logits=bool(self._with_logits[slots].any()),
             want_hidden=any(rows.collector.wants_hidden for rows in self._prompt_rows),
+            layers=self._layers,
+            layer_rows=np.concatenate(layer_rows).astype(np.int32) if layer_rows else NO_ROWS,
             next_blocks=self._next_blocks(chunks, seq_lens),
         )
 
-    def prompt_parts(self, result: StepResult) -> list[tuple[Sample, PromptPart]]:
-        """What the result of the step that was built last says of prompts."""
-        parts = []
+    def reports(self, result: StepResult) -> list[Report]:
+        """What the result of the step that was built last says to those who want more than tokens."""
+        reports = []
         for rows in self._prompt_rows:
             end = rows.first_row + len(rows.positions)
             part = PromptPart(
@@ -100,8 +110,14 @@ class StepBuilder:
                 None if result.hidden is None else result.hidden[rows.first_row : end],
                 bool(result.numeric_errors[rows.first_row : end].any()),
             )
-            parts.append((rows.sample, part))
-        return parts
+            reports.append(Report(rows.sample, rows.collector.take(part), part.numeric_error))
+        for row in self._layer_rows:
+            if result.layer_outputs is None:
+                raise RuntimeError("the back end returned no outputs of layers")
+            which = [self._layers.index(layer) for layer in row.states.layers]
+            values = result.layer_outputs[which, row.first_row : row.first_row + len(row.positions)]
+            reports.append(Report(row.sample, row.states.take(row.positions, values.transpose(1, 0, 2))))
+        return reports
 
     def _prepare(self, chunks: list[Chunk]) -> Int64:
         """The chunks' slots, with their block tables up to date. Only entries from a chunk's first token on can differ
@@ -148,6 +164,7 @@ class StepBuilder:
         self._with_lists[slot] = not sample.is_plain
         self._with_logits[slot] = sample.request.want_logits
         self._collects[slot] = sample.collector is not None
+        self._with_hidden[slot] = sample.hidden is not None
 
     def _sampling(self, chunks: list[Chunk], slots: Int64) -> SamplingBatch:
         batch = SamplingBatch(
@@ -176,6 +193,15 @@ class StepBuilder:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """What a step found out for a sample's reader."""
+
+    sample: Sample
+    rows: list[Rows]
+    numeric_error: bool = False  # what it tells of held NaN or infinity
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRows:
     """Logit rows of one chunk that tell something about its prompt; they follow the rows that are sampled."""
 
@@ -198,6 +224,31 @@ def _prompt_rows(chunks: list[Chunk], first_row: int) -> list[PromptRows]:
             following = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
             targets = following + [0] * (len(positions) - len(following))  # the last one of an embedding has none
             found.append(PromptRows(sample, sample.collector, index, positions, first_row, targets))
+            first_row += len(positions)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Rows of one chunk whose layers' outputs are told."""
+
+    sample: Sample
+    states: HiddenStates
+    chunk: int  # which of the step's
+    positions: range
+    first_row: int  # of the step's rows that outputs are wanted of
+
+
+def _layer_rows(chunks: list[Chunk]) -> list[LayerRows]:
+    found = []
+    first_row = 0
+    for index, chunk in enumerate(chunks):
+        sample = _sample_of(chunk)
+        if sample.hidden is None:
+            continue
+        positions = sample.hidden.missing(chunk.start, chunk.start + chunk.num_tokens)
+        if positions:
+            found.append(LayerRows(sample, sample.hidden, index, positions, first_row))
             first_row += len(positions)
     return found
 

@@ -12,9 +12,8 @@ from ...model.batch import StepResult
 from ..memory.host_pool import PreemptionCosts
 from ..memory.sequence import Sequence
 from ..scheduling.step_plan import StepPlan
-from .prompt_rows import PromptPart
 from .request import Sample
-from .step_builder import StepBuilder
+from .step_builder import Report, StepBuilder
 
 SMOOTHING = 0.1  # weight of the newest measurement
 
@@ -86,8 +85,8 @@ class StepRunner:
         if plan.swap_in:
             self._backend.swap_in(*zip(*plan.swap_in, strict=True))
 
-    def collect(self) -> tuple[StepResult, list[tuple[Sample, PromptPart]]]:
-        """The step's result, its sampled rows first, and what it says of prompts. Raises RuntimeError if the device
+    def collect(self) -> tuple[StepResult, list[Report]]:
+        """The step's result, its sampled rows first, and what else it says. Raises RuntimeError if the device
         failed."""
         result = self._backend.collect()
         self.last_step_s = time.perf_counter() - self._started_at
@@ -97,7 +96,7 @@ class StepRunner:
         num_blocks, seconds = self._backend.take_swap_times()
         if num_blocks:
             self._costs.swap_s_per_block += SMOOTHING * (seconds / num_blocks - self._costs.swap_s_per_block)
-        return result, self._builder.prompt_parts(result)
+        return result, self._builder.reports(result)
 
     def release(self, sample: Sample) -> None:
         """The sample runs no more, or its blocks changed: forget what is kept of it between steps."""

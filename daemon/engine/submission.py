@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...client.sampling_params import SamplingParams
 from ...client.wire.errors import InvalidArgument
 from ...client.wire.protocol import Submit, pack_token_ids
+from .hidden_states import resolve_layers
 from .request import Request, draw_seed
 from .text import Text
 
@@ -24,6 +25,11 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         raise InvalidArgument("only one sequence can be kept; ask for one answer, and fork what is kept", field="keep")
     if message.want_logits and params.beam_width:
         raise InvalidArgument("a beam search has no logits of its own; set beam_width to 0", field="want_logits")
+    if message.hidden_layers and (params.beam_width or params.num_samples > params.n):
+        raise InvalidArgument(
+            "cannot be told where answers are chosen in the end; set beam_width to 0 and best_of to n",
+            field="hidden_layers",
+        )
     stop_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else text.eos_token_ids)
     if params.min_tokens and params.allowed_token_ids and stop_token_ids.issuperset(params.allowed_token_ids):
         raise InvalidArgument(
@@ -43,6 +49,7 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         priority=message.priority,
         want_text=message.want_text,
         want_logits=message.want_logits,
+        hidden_layers=resolve_layers(message.hidden_layers, text.num_layers),
         pooling=message.pooling,
         keep=message.keep,
         kept_as=message.request_id if message.keep else "",
@@ -62,6 +69,7 @@ def submit_of(request: Request) -> Submit:
         credit=request.credit,
         want_text=request.want_text,
         want_logits=request.want_logits,
+        hidden_layers=request.hidden_layers,
         pooling=request.pooling,
         keep=request.keep,
         linger_s=request.linger_s,

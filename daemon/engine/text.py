@@ -19,14 +19,21 @@ ANSWER = "kvpool-answer"
 
 
 class Text:
-    """A model's tokenizer and chat template, with the checks that a caller's text needs."""
+    """A model's tokenizer and chat template, with the numbers that requests are checked against."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, *, vocab_size: int, max_model_len: int
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        num_layers: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.vocab_size = vocab_size
+        self.num_layers = num_layers
         self._max_model_len = max_model_len
 
     @property

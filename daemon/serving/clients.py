@@ -53,7 +53,7 @@ from ..system.timers import Timers
 from .delivery import SLOW_READER, Delivery, parcels_of
 from .kv_service import KVService
 from .lingering import Lingering
-from .parcels import Send, rows_parcel
+from .parcels import Send, rows_parcels
 from .sequence_objects import SequenceObject, SequenceObjects
 from .sequence_service import SequenceService
 from .sessions import Peer, Session, Sessions
@@ -232,7 +232,7 @@ class Clients:
             self._require_bulk(session)
         request = make_request(message, self.text, session.peer.uid, self.now)
         request.session = session
-        if session.arena is not None and not request.params.logprobs:  # candidates have no place in the ring
+        if session.arena is not None and request.fits_ring:
             request.handle = message.handle
         submit(request)
         session.requests[request.request_id] = request
@@ -288,7 +288,8 @@ class Clients:
             if again:
                 self.send(session, Tokens(self.engine.epoch, tuple(again)))
             for rows in sample.told:
-                self.delivery.give(session, rows_parcel(self.engine.epoch, request.request_id, rows))
+                for parcel in rows_parcels(session, self.engine.epoch, request.request_id, rows):
+                    self.delivery.give(session, parcel)
             if sample.finished is not None:
                 self.send(session, sample.finished)
             self.engine.pace.set_granted(sample, None if message.credit is None else index + message.credit)

@@ -14,7 +14,7 @@ from ...client.wire.protocol import DaemonMessage, Finished, Notice, TokenBatch,
 from ..engine.engine import Engine, Output
 from ..engine.prompt_rows import Rows
 from ..engine.request import Request
-from .parcels import LOGITS, Letter, Parcel, RingTokens, Send, Sent, rows_parcel
+from .parcels import LOGITS, Letter, Parcel, RingTokens, Send, Sent, rows_parcels
 from .sessions import Session
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session,
         elif isinstance(message, Rows) and request.handle is not None and message.kind == LOGITS:
             logits[request, message.sample] = message.values
         elif isinstance(message, Rows):
-            yield session, rows_parcel(epoch, request.request_id, message)
+            for parcel in rows_parcels(session, epoch, request.request_id, message):
+                yield session, parcel
         else:
             others.append((session, message))
     for session, records in rings.items():

@@ -6,7 +6,7 @@ it. So order is kept whichever way things go.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -22,6 +22,9 @@ from .sessions import Session
 LOGITS = "logits"
 MIN_BULK_BYTES = 1024
 """Rows of fewer bytes travel inside their message."""
+
+MAX_ROWS_BYTES = 2**20
+"""Rows of more bytes travel in several messages where there is no arena."""
 
 
 class Sent(Enum):
@@ -77,19 +80,27 @@ class BulkParcel:
     def _place(self, session: Session) -> Blob | None:
         if session.arena is not None and self._values.nbytes >= MIN_BULK_BYTES:
             place = session.arena.bulk.put(self._values, Teller.MESSAGE)
-            if place is not None or self._waits:
+            if place is not None or (self._waits and self._values.nbytes <= session.arena.bulk.max_piece_bytes):
                 return place
         return self._values.tobytes()
 
 
-def rows_parcel(epoch: int, request_id: str, rows: Rows) -> BulkParcel:
-    """Rows about a request. Only logits wait for room: there is no end of them, and messages of that size would pile
-    up."""
+def rows_parcels(session: Session, epoch: int, request_id: str, rows: Rows) -> Iterator[BulkParcel]:
+    """Rows about a request, in as many pieces as the way to its reader takes. Those without end wait for room in the
+    arena: messages of that size would pile up."""
+    limit = MAX_ROWS_BYTES if session.arena is None else session.arena.bulk.max_piece_bytes // 2
+    each = max(1, limit // rows.values[0].nbytes)
+    for first in range(0, len(rows.values), each):
+        yield _rows_parcel(epoch, request_id, rows, rows.index + first, rows.values[first : first + each])
+
+
+def _rows_parcel(epoch: int, request_id: str, rows: Rows, index: int, values: NDArray[Any]) -> BulkParcel:
+    layers = values.shape[1] if values.ndim == 3 else 1
 
     def tell(data: Blob) -> DaemonMessage:
-        return RowsMessage(epoch, request_id, rows.sample, rows.kind, rows.index, len(rows.values), data)
+        return RowsMessage(epoch, request_id, rows.sample, rows.kind, index, len(values), data, layers)
 
-    return BulkParcel(rows.values, tell, waits=rows.kind == LOGITS)
+    return BulkParcel(values, tell, waits=rows.transient)
 
 
 class RingTokens:

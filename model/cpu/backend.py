@@ -52,6 +52,7 @@ _STEP_ARRAYS = (  # in the order of their words in the state
     ("seq_lens", np.int32),
     ("block_tables", np.int32),
     ("logit_rows", np.int32),
+    ("layer_rows", np.int32),
 )
 
 
@@ -253,23 +254,31 @@ class CpuBackend(PlainHostPool):
             np.empty(num_rows, dtype=np.bool_),
         )
         logits = np.empty((num_rows, self._config.vocab_size), dtype=np.float32) if batch.want_logits else None
+        shape = len(batch.layers), len(batch.layer_rows), self._config.hidden_size
+        outputs = np.empty(shape, dtype=np.float32) if batch.layers else None
         self._team.prepare()
-        self._write_step(batch, sampled, logits)
-        self._batch, self._sampled, self._logits = batch, sampled, logits
+        self._write_step(batch, sampled, logits, outputs)
+        self._batch, self._sampled, self._logits, self._outputs = batch, sampled, logits, outputs
         self._launched_s = time.perf_counter()
         self._team.launch()
 
-    def _write_step(self, batch: StepBatch, sampled: SampledArrays, logits: Float32 | None) -> None:
+    def _write_step(
+        self, batch: StepBatch, sampled: SampledArrays, logits: Float32 | None, outputs: Float32 | None
+    ) -> None:
         """Write the words of one step, in the order of `cpu_kernels.table`, and keep alive what they point to."""
         inputs = [np.ascontiguousarray(getattr(batch, name), dtype) for name, dtype in _STEP_ARRAYS]
         sampling = [np.ascontiguousarray(getattr(batch.sampling, name)) for name in SamplingArrays._fields]
-        words = [len(batch.tokens), len(batch.seq_lens), len(batch.logit_rows)]
+        words = [len(batch.tokens), len(batch.seq_lens), len(batch.logit_rows), len(batch.layer_rows)]
         words += [_address(array) for array in inputs]
         words += [batch.block_tables.shape[1], sampled.top_tokens.shape[1], 0 if logits is None else _address(logits)]
+        layers_out = np.zeros(self._config.num_layers, dtype=np.int64)
+        for layer, output in zip(batch.layers, () if outputs is None else outputs, strict=True):
+            layers_out[layer] = _address(output)
+        words.append(_address(layers_out))
         for array in (*sampling, *sampled):
             words += (_address(array), array.size)
         self._state[t.NUM_TOKENS : t.NUM_TOKENS + len(words)] = words
-        self._kept = (inputs, sampling)
+        self._kept = (inputs, sampling, layers_out)
 
     def fileno(self) -> int:
         return self._team.fileno()
@@ -283,7 +292,9 @@ class CpuBackend(PlainHostPool):
         if batch.want_hidden:
             hidden = self._workspace.rows(self._hidden, len(batch.logit_rows)).copy()
         compute_s = time.perf_counter() - self._launched_s
-        return StepResult(*self._sampled, compute_s=compute_s, logits=self._logits, hidden=hidden)
+        return StepResult(
+            *self._sampled, compute_s=compute_s, logits=self._logits, hidden=hidden, layer_outputs=self._outputs
+        )
 
     def close(self) -> None:
         self._team.close()  # first: no thread may look at what goes away now

@@ -25,6 +25,7 @@ from ..program import (
     Buffer,
     Embed,
     GatedActivation,
+    LayerOutput,
     Linear,
     Logits,
     Op,
@@ -223,6 +224,9 @@ class OperationTable:
             case GatedActivation():
                 words = self._input(op.gate_up) | self._output(op.out) | {t.KIND: KINDS[op.kind]}
                 self._rows.append({t.OPCODE: t.ACTIVATION} | words)
+            case LayerOutput():
+                words = {t.OPCODE: t.LAYER_OUTPUT, t.ROWS_KIND: t.LAYER_ROWS, t.LAYER: op.layer, t.WIDTH: op.x.width}
+                self._rows.append(words | self._input(op.x))
             case SelectRows():
                 self._rows.append({t.OPCODE: t.SELECT_ROWS} | self._input(op.x) | self._output(op.out))
             case Logits():

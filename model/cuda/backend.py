@@ -227,6 +227,7 @@ class CudaBackend:
             self._results.download()
             flight.pending = (0, len(batch.tokens))
         else:
+            step.wanted = flight.layers
             self._arrays.upload()
             for run in self._program.body:
                 run(step)
@@ -309,7 +310,7 @@ class CudaBackend:
         """The number of rows to pad a plain decode step to; 0: run it as it is."""
         rows = len(batch.tokens)
         plain = len(batch.seq_lens) == rows == len(batch.logit_rows) and len(cuts) == 1
-        if not (self._graphs_wanted and plain and not batch.want_logits and not batch.want_hidden):
+        if not (self._graphs_wanted and plain and batch.only_tokens):
             return 0
         if not np.array_equal(batch.logit_rows, np.arange(rows)):
             return 0

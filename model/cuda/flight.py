@@ -36,6 +36,8 @@ class Flight:
         self.errors = np.empty(rows, np.bool_)
         self.logits = np.empty((rows, last.out.width), np.float32) if batch.want_logits else None
         self.hidden = np.empty((rows, last.x.width), dtype) if batch.want_hidden else None  # as products read it
+        shape = len(batch.tokens), last.x.width
+        self.layers = {layer: np.empty(shape, np.float32) for layer in batch.layers}  # outputs of all the step's rows
         self._arriving = arriving
 
     def take(self) -> None:
@@ -49,6 +51,7 @@ class Flight:
             getattr(self, name)[start:stop] = self._arriving[name].reshape(-1, TOP_WIDTH)[:rows, :width]
 
     def finish(self) -> StepResult:
+        outputs = [output[self.batch.layer_rows] for output in self.layers.values()]
         return StepResult(
             self.tokens,
             self.logprobs,
@@ -58,6 +61,7 @@ class Flight:
             compute_s=time.perf_counter() - self.started_s,
             logits=self.logits,
             hidden=None if self.hidden is None else self.hidden.astype(np.float32),
+            layer_outputs=np.stack(outputs) if outputs else None,
         )
 
 
@@ -79,22 +83,22 @@ def following(batch: StepBatch, block_size: int, max_model_len: int) -> StepBatc
     after.tokens[:] = 0
     after.positions += 1
     after.slot_mapping += 1
-    after.seq_lens += 1
-    after.sampling.counters += 1
-    return after
-
     after.slot_mapping[crossing] = blocks.astype(np.int64) * block_size
     missing = int(positions.max()) // block_size + 1 - batch.block_tables.shape[1]
     after.block_tables = np.pad(after.block_tables, ((0, 0), (0, max(0, missing))))
     after.block_tables[crossing, positions[crossing] // block_size] = blocks
+    after.seq_lens += 1
+    after.sampling.counters += 1
+    after.next_blocks = batch.next_blocks[:0]
+    return after
+
 
 def is_same_step(expected: StepBatch, asked: StepBatch, block_size: int) -> bool:
-    after.next_blocks = batch.next_blocks[:0]
     """`asked` is the step `expected`, whatever its tokens are."""
     for name in ("positions", "slot_mapping", "query_start", "seq_lens", "logit_rows"):
         if not np.array_equal(getattr(expected, name), getattr(asked, name)):
             return False
-    if asked.want_logits or asked.want_hidden:
+    if not asked.only_tokens:
         return False
     for field in fields(asked.sampling):
         if not np.array_equal(getattr(expected.sampling, field.name), getattr(asked.sampling, field.name)):

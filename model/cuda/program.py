@@ -7,7 +7,7 @@ they would be rounded to anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -25,12 +25,14 @@ from ...cuda_kernels import (
 )
 from ...cuda_kernels.compiler import Kernel
 from ..backend import BackendLimits
+from ..batch import Float32
 from ..config import ModelConfig
 from ..host_memory import Layout
 from ..program import (
     Buffer,
     Embed,
     GatedActivation,
+    LayerOutput,
     Linear,
     Logits,
     Op,
@@ -58,6 +60,7 @@ class Step:
     num_rows: int
     num_logit_rows: int
     plans: Mapping[int, AttentionPlan]
+    wanted: Mapping[int, Float32] = field(default_factory=dict)  # where the outputs of layers go, all the step's rows
 
 
 Launch = Callable[[Step], None]
@@ -173,7 +176,7 @@ class CudaProgram:
         self.body: list[Launch] = []
         self.tail: list[Launch] = []
         for op in program.ops:
-            out = None if isinstance(op, RopeKvWrite) else op.out
+            out = None if isinstance(op, RopeKvWrite | LayerOutput) else op.out
             part = self.tail if out is not None and out.rows == "logits" else self.body
             part.append(self._compile(op))
 
@@ -203,6 +206,8 @@ class CudaProgram:
         match op:
             case Embed():
                 return self._embed(op)
+            case LayerOutput():
+                return self._layer_output(op)
             case SelectRows():
                 kernel = self._kernel(embedding.gather_rows("float32"))
                 return self._gather(kernel, self._at(op.x), "logit_rows", op.out, 1.0)
@@ -268,6 +273,14 @@ class CudaProgram:
     def _layer(self, layer: int) -> tuple[int, int]:
         pool = self._pool
         return pool.kv + layer * pool.kv_layer_bytes, pool.scales + layer * pool.scales_layer_bytes
+
+    def _layer_output(self, op: LayerOutput) -> Launch:
+        def launch(step: Step) -> None:
+            if op.layer in step.wanted:
+                target = step.wanted[op.layer].reshape(-1).view(np.uint8)
+                self._device.download(target, self._at(op.x))
+
+        return launch
 
     def _paged_attention(self, op: PagedAttention) -> Launch:
         def launch(step: Step) -> None:

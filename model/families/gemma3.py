@@ -6,6 +6,7 @@ from ..config import ModelConfig
 from ..program import (
     Embed,
     GatedActivation,
+    LayerOutput,
     Linear,
     Logits,
     PagedAttention,
@@ -47,6 +48,7 @@ def program(config: ModelConfig) -> Program:
         record.add(GatedActivation(gate_up, activated, config.activation))
         record.add(Linear(activated, w.down(), block_out))
         record.add(RmsNorm(block_out, w.norm("post_feedforward_layernorm"), x, eps, accumulate=True))
+        record.add(LayerOutput(x, layer))
 
     selected = record.buffer("selected", config.hidden_size, rows="logits")
     final = record.buffer("final", config.hidden_size, rows="logits")

@@ -6,6 +6,7 @@ from ..config import ModelConfig
 from ..program import (
     Embed,
     GatedActivation,
+    LayerOutput,
     Linear,
     Logits,
     PagedAttention,
@@ -43,6 +44,7 @@ def program(config: ModelConfig) -> Program:
         record.add(Linear(normed, w.gate_up(), gate_up, bias=w.gate_up_bias()))
         record.add(GatedActivation(gate_up, activated, config.activation))
         record.add(Linear(activated, w.down(), x, bias=w.down_bias(), accumulate=True))
+        record.add(LayerOutput(x, layer))
 
     selected = record.buffer("selected", config.hidden_size, rows="logits")
     final = record.buffer("final", config.hidden_size, rows="logits")

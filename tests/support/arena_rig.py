@@ -81,7 +81,8 @@ class RigClient:
     def submit(self, prompt: Any, *, window: int | None = None, **options: Any) -> StreamState:
         fields = {name: options.pop(name) for name in list(options) if name in Options.__dataclass_fields__}
         params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | options))
-        message = make_submit(LIMITS, prompt, params, Options(window=window, **fields))
+        assert self.core.welcome is not None
+        message = make_submit(self.core.welcome, prompt, params, Options(window=window, **fields))
         stream = self.core.submit(message, params.n)
         self.read()
         return stream

@@ -86,11 +86,12 @@ class Harness:
             model.chat_template,
             vocab_size=model.config.vocab_size,
             max_model_len=max_model_len,
+            num_layers=model.config.num_layers,
         )
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(
         backend_limits = BackendLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
         self.backend = make_backend(model, backend_limits)
+        self.scheduler = Scheduler(
             self.pool,
             limits=SchedulerLimits(
                 max_num_seqs=max_num_seqs,
@@ -100,12 +101,12 @@ class Harness:
             ),
             prefix_cache=PrefixCache(self.pool, secret=b"secret") if prefix_cache else None,
             host_blocks=host_blocks,
-        )
             works_ahead=self.backend.works_ahead,
+        )
         self.backend.allocate_pool(num_blocks)
-        self.metrics = Metrics(self.now)
         if host_blocks:
             self.backend.allocate_host(host_blocks)
+        self.metrics = Metrics(self.now)
         runner = StepRunner(self.backend, backend_limits, costs=self.scheduler.costs)
         if host_blocks:
             runner.measure_swap()

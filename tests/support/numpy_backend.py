@@ -18,6 +18,7 @@ from kvpool.model.program import (
     Buffer,
     Embed,
     GatedActivation,
+    LayerOutput,
     Linear,
     Logits,
     Op,
@@ -78,6 +79,7 @@ class NumpyBackend(PlainHostPool):
         self.pool: Float32 = np.zeros((0, 0), dtype=np.float32)  # (num_blocks, values per block)
         self._shape = (2, config.num_layers, limits.block_size, config.num_kv_heads, config.head_dim)
         self._buffers: dict[str, Float32] = {}
+        self._layer_outputs: dict[int, Float32] = {}
         self._result: StepResult | Exception | None = None
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -169,6 +171,7 @@ class NumpyBackend(PlainHostPool):
             compute_s=time.perf_counter() - start,
             logits=logits.copy() if batch.want_logits else None,
             hidden=hidden if batch.want_hidden else None,
+            layer_outputs=np.stack([self._layer_outputs[layer] for layer in batch.layers]) if batch.layers else None,
         )
 
     def _run(self, op: Op, batch: StepBatch) -> None:
@@ -191,6 +194,8 @@ class NumpyBackend(PlainHostPool):
                 gate_up = self._buffers[op.gate_up.name]
                 width = op.out.width
                 self._store(op.out, activation(gate_up[:, :width], op.kind) * gate_up[:, width:])
+            case LayerOutput():
+                self._layer_outputs[op.layer] = self._buffers[op.x.name][batch.layer_rows]
             case SelectRows():
                 self._store(op.out, self._buffers[op.x.name][batch.logit_rows])
             case Logits():

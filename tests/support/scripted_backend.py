@@ -38,7 +38,8 @@ def answer_to(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
 
 
 class ScriptedBackend(PlainHostPool):
-    """Fulfils `Backend`. Logits, where wanted, are a ramp that begins at the token."""
+    """Fulfils `Backend`. Logits, where wanted, are a ramp that begins at the token; what a layer makes of a position is
+    the position and the layer, in turn."""
 
     def __init__(self, program: Program, checkpoint: object, limits: BackendLimits) -> None:
         self._vocab_size = program.config.vocab_size
@@ -86,7 +87,13 @@ class ScriptedBackend(PlainHostPool):
             hidden=np.repeat(tokens[:, np.newaxis], self._hidden_size, 1).astype(np.float32)
             if batch.want_hidden
             else None,
+            layer_outputs=np.stack([self._output(layer, batch) for layer in batch.layers]) if batch.layers else None,
         )
+
+    def _output(self, layer: int, batch: StepBatch) -> NDArray[np.float32]:
+        rows = np.full((len(batch.layer_rows), self._hidden_size), layer, np.float32)
+        rows[:, ::2] = batch.positions[batch.layer_rows, np.newaxis]
+        return rows
 
     def copy_blocks(self, source: Sequence[int], destination: Sequence[int]) -> None:
         self._pool[list(destination)] = self._pool[list(source)]

@@ -14,6 +14,7 @@ from kvpool.model.config import ModelConfig
 from kvpool.model.program import (
     Embed,
     GatedActivation,
+    LayerOutput,
     Linear,
     Logits,
     PagedAttention,
@@ -39,8 +40,11 @@ class Piece:
     blocks: Sequence[int]
 
 
-def step_batch(pieces: Sequence[Piece], block_size: int, *, every_row: bool = False, **sampling: Any) -> StepBatch:
-    """One step of `pieces`; logits of each piece's last row, or of all rows. Unused table entries are unreadable."""
+def step_batch(
+    pieces: Sequence[Piece], block_size: int, *, every_row: bool = False, layers: Sequence[int] = (), **sampling: Any
+) -> StepBatch:
+    """One step of `pieces`; logits of each piece's last row, or of all rows, and of these rows the outputs of `layers`.
+    Unused table entries are unreadable."""
     tokens = np.array([token for piece in pieces for token in piece.tokens], dtype=np.int32)
     starts = np.cumsum([0, *(len(piece.tokens) for piece in pieces)], dtype=np.int32)
     positions = [np.arange(piece.start, piece.start + len(piece.tokens)) for piece in pieces]
@@ -65,6 +69,8 @@ def step_batch(pieces: Sequence[Piece], block_size: int, *, every_row: bool = Fa
         sampling=sampling_batch(len(rows), **sampling),
         want_logits=True,
         want_hidden=True,
+        layers=tuple(layers),
+        layer_rows=rows.astype(np.int32) if layers else np.zeros(0, np.int32),
     )
 
 
@@ -137,6 +143,7 @@ def tiny_program(shape: Shape = Shape()) -> Program:
         record.add(Linear(normed, matrix("gate_up", gate_up.width, s.hidden_size), gate_up))
         record.add(GatedActivation(gate_up, activated, s.activation))
         record.add(Linear(activated, matrix("down", s.hidden_size, s.intermediate_size), x, accumulate=True))
+        record.add(LayerOutput(x, layer))
     selected = record.buffer("selected", s.hidden_size, rows="logits")
     final = record.buffer("final", s.hidden_size, rows="logits")
     logits = record.buffer("logits", s.vocab_size, rows="logits")

@@ -3,6 +3,8 @@
 After a change that is meant, and a new PROTOCOL_VERSION where old peers would not understand it, record anew with
 
     python -m tests.support.wire_samples
+
+What a version had when the next one began stays in a folder of its own (`v1`), as long as its peers are served.
 """
 
 from __future__ import annotations
@@ -52,16 +54,18 @@ from kvpool.client.wire.protocol import (
 )
 
 WIRE = Path(__file__).resolve().parents[1] / "wire"
+LAST_VERSION = WIRE / "v1"
 EPOCH = 1_700_000_000_000_000_000
 PARAMS = SamplingParams(max_tokens=64, temperature=0.5, top_p=0.75, seed=7, stop=["\n\n"], logprobs=2)
 
 SAMPLES: dict[str, Any] = {
-    "hello": Hello((1,), "demo", 4242, ("arena",)),
+    "hello": Hello((2, 1), "demo", 4242, ("arena",)),
     "submit_text": Submit("r1", prompt="The sea is", params=PARAMS.to_wire(), deadline_s=2.5, credit=256),
     "submit_ids": Submit("r2", prompt=pack_token_ids([1, 15, 99]), want_text=False, keep=True, linger_s=30.0),
     "submit_upload": Submit("r5", upload=(4096, 100_000), params={"max_tokens": 1}, handle=7),
     "submit_logits": Submit("r6", prompt="The", credit=16, want_logits=True),
     "submit_embedding": Submit("r7", prompt="The", params={"max_tokens": 0}, want_text=False, pooling="mean"),
+    "submit_hidden": Submit("r8", prompt="The", credit=256, hidden_layers=(0, 12, -1)),
     "submit_messages": Submit("r3", messages=(ChatMessage("system", "Be terse."), ChatMessage("user", "Why?"))),
     "cancel": Cancel("r1"),
     "credit": Credit("r1", 128, 0),
@@ -81,7 +85,7 @@ SAMPLES: dict[str, Any] = {
     "close": CloseSequence(10, "s1"),
     "welcome": Welcome(
         EPOCH,
-        1,
+        2,
         "9f86d081",
         "smollm2-135m",
         ServerLimits(16 << 20, 8192, 49152, 16, 1024, 64),
@@ -99,6 +103,7 @@ SAMPLES: dict[str, Any] = {
     ),
     "rows": Rows(EPOCH, "r2", 0, "prompt_logprobs", 1, 2, bytes.fromhex("0000c0bf000080be")),
     "rows_in_arena": Rows(EPOCH, "r6", 0, "logits", 41, 1, (786_432, 196_608)),
+    "rows_hidden": Rows(EPOCH, "r8", 0, "hidden", 41, 1, (983_040, 6_912), 3),
     "finished": Finished(EPOCH, "r1", 0, "stop", Usage(3, 2, 0)),
     "finished_error": Finished(EPOCH, "r2", 1, "error", Usage(3, 42, 0), "", ErrorInfo("numeric", "logits are NaN")),
     "notice": Notice(EPOCH, "r1", "paused", "the reader has no credit left", 0),
@@ -122,8 +127,8 @@ def recording(data: bytes, readable: str) -> str:
     return "\n".join([f"# {readable}", *lines, ""])
 
 
-def recorded(name: str) -> bytes:
-    text = (WIRE / f"{name}.hex").read_text()
+def recorded(name: str, folder: Path = WIRE) -> bytes:
+    text = (folder / f"{name}.hex").read_text()
     return bytes.fromhex("".join(line for line in text.splitlines() if not line.startswith("#")))
 
 
