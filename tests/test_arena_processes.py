@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.client import Client, KVPoolError
+from kvpool.client import AsyncClient, Client, InvalidArgument, KVPoolError
 from kvpool.client.arena.arena import RING_HEAD, RING_TAIL
 from kvpool.client.arena.bell import CAPACITY_BYTES
 from kvpool.client.cli.live_map import LiveMap
@@ -302,6 +303,33 @@ def test_a_session_that_ends_leaves_nothing_in_either_process(
         del client  # left to the garbage collector
     assert own() == mine
     assert settled(daemon, at_rest), holdings(daemon)
+
+
+def test_hidden_states_for_both_clients(daemon: DaemonProcess) -> None:
+    """The scripted device: of position p all layers say p at even places, and their number at odd ones."""
+    with daemon.client() as pool, pool.submit([5, 6, 7], max_tokens=4, hidden_layers=[0, -1], **GREEDY) as stream:
+        assert stream.hidden is None
+        for event in stream:
+            if event.token_id >= 0:
+                assert stream.hidden is event.hidden
+                assert stream.hidden[:, :2].tolist() == [[2.0 + event.index, 0.0], [2.0 + event.index, 1.0]]
+        result = stream.result()
+        assert result.prompt_hidden is not None
+        assert result.prompt_hidden[:, 1, 0].tolist() == [0.0, 1.0, 2.0]
+        with pytest.raises(InvalidArgument, match="must be layers' numbers"):
+            pool.submit([5], hidden_layers=["last"])
+
+    async def read() -> tuple[Any, Any]:
+        async with AsyncClient(daemon.address) as pool:
+            stream = await pool.submit([5, 6, 7], max_tokens=4, hidden_layers=[0, -1], **GREEDY)
+            async for _ in stream:
+                last = stream.hidden
+            whole = await pool.generate([5, 6, 7], max_tokens=4, hidden_layers=np.array([0, -1]), **GREEDY)
+            assert (whole.hidden[-1] == last).all()
+            return whole.prompt_hidden, whole.hidden
+
+    for found, expected in zip(asyncio.run(read()), (result.prompt_hidden, result.hidden), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_forked_child_keeps_nothing_of_its_parents_arena(daemon: DaemonProcess) -> None:
