@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,6 +19,12 @@ SLACK_BYTES = 4096  # whole vectors may be read past the end of the last row
 
 def map_bytes(size: int, purpose: str, remedy: str) -> Bytes:
     """(size,) uint8 zeros that are really there. Raises MemoryError naming what to set."""
+    with becoming_real(reserve_bytes(size, purpose, remedy)) as memory:
+        return memory
+
+
+def reserve_bytes(size: int, purpose: str, remedy: str) -> Bytes:
+    """(size,) uint8 zeros, promised only: see `becoming_real`. Raises MemoryError naming what to set."""
     if size + SLACK_BYTES > available_memory():
         raise MemoryError(
             f"{purpose} needs {size / 2**20:.0f} MiB, {available_memory() / 2**20:.0f} MiB are available; {remedy}"
@@ -27,11 +34,18 @@ def map_bytes(size: int, purpose: str, remedy: str) -> Bytes:
         # Private, because shared memory rarely gets huge pages; with small ones a step misses the TLB all the time.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, dtype=np.uint8)
-    parts = np.array_split(array, usable_cpus())
+    return np.frombuffer(memory, dtype=np.uint8)[:size]
+
+
+@contextlib.contextmanager
+def becoming_real(memory: Bytes) -> Iterator[Bytes]:
+    """What `reserve_bytes` promised is really there at the end; the caller may do something else meanwhile."""
+    parts = np.array_split(memory, usable_cpus())
     with ThreadPoolExecutor(len(parts)) as pool:
-        list(pool.map(_touch, parts))
-    return array[:size]
+        touched = [pool.submit(_touch, part) for part in parts]
+        yield memory
+        for each in touched:
+            each.result()
 
 
 def _touch(part: Bytes) -> None:

@@ -31,7 +31,10 @@ PATIENCE_S = 30.0
 def compiled_kernels() -> None:
     """Kernels that are compiled for the first time take longer than a daemon is waited for."""
     model = tiny_model()
-    CpuBackend(model.program, model.checkpoint, BackendLimits(16, 4, 32, 64), dtype="float32", threads=1).close()
+    limits = BackendLimits(16, 4, 32, 64)
+    backend = CpuBackend(model.program, model.checkpoint, limits, dtype="float32", threads=1)
+    backend.allocate_pool(1)
+    backend.close()
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from ..backend import BackendLimits, Progress
 from ..batch import Float32, StepBatch, StepResult
 from ..cache import cache_directory
 from ..host import available_memory, usable_cpus
-from ..host_memory import Bytes, map_bytes
+from ..host_memory import Bytes, becoming_real, reserve_bytes
 from ..host_pool import PlainHostPool
 from ..keys_values import panels_as_numbers
 from ..program import Logits, Program, Weight
@@ -110,34 +110,33 @@ class CpuBackend(PlainHostPool):
         self._num_threads = threads or usable_cpus()
         kept = WeightCache(cache_directory() / "weights") if model_hash else None
         self._weights = pack_weights(program, checkpoint, dtype, progress, kept, model_hash)
-        held = frozenset(self._weights.formats.values())
         self._layout = PoolLayout.of(program.config, limits.block_size, kv)
-        dot = {BFLOAT16_DOT} if BFLOAT16 in held and host_has_dot() else set()
-        unpacked = {FLOAT32} if held & set(GROUPED) else set()
-        self._tile_formats = sorted({kv.tile_format} | held | dot | unpacked)
-        kernels = load_kernels(host_isa(), self._tile_formats, cache or cache_directory() / "kernels", progress)
-        self._read_as = self._choose_read_as(kernels, progress)
-        rounded = rounded_inputs(program, self._read_as)
-        self._workspace = Workspace(program, limits, self._num_threads, rounded)
-        table = OperationTable(self._weights, self._workspace, self._read_as, self._num_threads)
-        self._operations = table.build(program)
+        self._program, self._progress = program, progress
+        self._kernel_cache = cache or cache_directory() / "kernels"
+        self._read_as = self._wanted_read_as()
+        self._workspace = Workspace(program, limits, self._num_threads, rounded_inputs(program, self._read_as))
         self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
-        self._state = self._new_state(kernels)
         self._pool: Bytes = np.zeros(0, dtype=np.uint8)
         self._batch: StepBatch | None = None
         self._kept: tuple[object, ...] = ()
-        self._team = Team(kernels.run_thread, self._state, self._num_threads)
 
-    def _choose_read_as(self, kernels: Kernels, progress: Progress) -> Mapping[Weight, int]:
-        """How products read each matrix: as it is held, but bfloat16 by dot products where the processor has them and
-        they compute what they should."""
+    def _wanted_read_as(self) -> Mapping[Weight, int]:
+        """How products shall read each matrix: as it is held, but bfloat16 by dot products where the processor has
+        them."""
         held = self._weights.formats
-        if BFLOAT16_DOT not in self._tile_formats:
-            return held
-        if not dot_agrees(kernels.tiles):
-            progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
-            return held
-        return {weight: BFLOAT16_DOT if name == BFLOAT16 else name for weight, name in held.items()}
+        dot = BFLOAT16_DOT if host_has_dot() else BFLOAT16
+        return {weight: dot if name == BFLOAT16 else name for weight, name in held.items()}
+
+    def _load_kernels(self) -> Kernels:
+        """For the formats at hand; without dot products if those do not compute what they should."""
+        held, read = set(self._weights.formats.values()), set(self._read_as.values())
+        unpacked = {FLOAT32} if held & set(GROUPED) else set()
+        formats = sorted({self._layout.kv.tile_format} | held | read | unpacked)
+        kernels = load_kernels(host_isa(), formats, self._kernel_cache, self._progress)
+        if BFLOAT16_DOT in read and not dot_agrees(kernels.tiles):
+            self._progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
+            self._read_as = self._weights.formats
+        return kernels
 
     def _new_state(self, kernels: Kernels) -> NDArray[np.int64]:
         config, workspace, layout = self._config, self._workspace, self._layout
@@ -211,9 +210,16 @@ class CpuBackend(PlainHostPool):
     # -- the pool -----------------------------------------------------------------------------------------------------
 
     def allocate_pool(self, num_blocks: int) -> None:
-        self._pool = map_bytes(num_blocks * self.block_bytes, "the pool", "lower pool_bytes")
+        """Kernels are loaded while the memory becomes real: both take long, and only one of them the interpreter."""
+        self._pool = reserve_bytes(num_blocks * self.block_bytes, "the pool", "lower pool_bytes")
+        with becoming_real(self._pool):
+            kernels = self._load_kernels()
+        table = OperationTable(self._weights, self._workspace, self._read_as, self._num_threads)
+        self._operations = table.build(self._program)
+        self._state = self._new_state(kernels)
         self._state[t.POOL] = self._pool.ctypes.data
         self._state[t.LAYER_BYTES] = num_blocks * self._layout.layer_bytes
+        self._team = Team(kernels.run_thread, self._state, self._num_threads)
 
     def _layers(self) -> Bytes:
         """(num_layers, num_blocks, layer_bytes) uint8."""
@@ -297,12 +303,13 @@ class CpuBackend(PlainHostPool):
         )
 
     def close(self) -> None:
-        self._team.close()  # first: no thread may look at what goes away now
+        if hasattr(self, "_team"):
+            self._team.close()  # first: no thread may look at what goes away now
         self._pool = np.zeros(0, dtype=np.uint8)
         self._weights.memory = self._workspace.memory = self._pool
 
     def __del__(self) -> None:
         """Threads must not outlive the memory that they write, also where nobody called `close` in the middle of a
         step. (An interpreter that ends takes its threads with it, and must not be made to wait for them.)"""
-        if hasattr(self, "_team") and not sys.is_finalizing():
+        if hasattr(self, "_pool") and not sys.is_finalizing():
             self.close()
