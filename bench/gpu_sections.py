@@ -264,7 +264,7 @@ def decode_seconds(backend: CudaBackend, first: StepBatch, limits: BackendLimits
         while True:
             backend.launch(batch)
             tokens = backend.collect().tokens
-            after = following(batch, limits.block_size, limits.max_model_len)
+            after = following(batch, limits.block_size)
             if after is None or dry:
                 return
             after.tokens[:] = tokens

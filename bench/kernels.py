@@ -102,6 +102,7 @@ def step(num_sequences: int, queries: int, context: int, shared: int = 0) -> Ste
     positions = np.tile(np.arange(context - queries, context), num_sequences)
     rows = np.repeat(np.arange(num_sequences), queries)
     slots = tables[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    following = np.where(context % BLOCK_SIZE, tables[:, -1] * BLOCK_SIZE + context % BLOCK_SIZE, -1)
     return StepBatch(
         tokens=np.ones(len(rows), np.int32),
         positions=positions.astype(np.int32),
@@ -111,6 +112,7 @@ def step(num_sequences: int, queries: int, context: int, shared: int = 0) -> Ste
         block_tables=tables.astype(np.int32),
         logit_rows=np.arange(queries - 1, len(rows), queries, dtype=np.int32),
         sampling=greedy(num_sequences),
+        next_slots=following.astype(np.int64),
     )
 
 

@@ -16,6 +16,10 @@ def _empty_int32() -> Int32:
     return np.zeros(0, dtype=np.int32)
 
 
+def _empty_int64() -> Int64:
+    return np.zeros(0, dtype=np.int64)
+
+
 def _start_int32() -> Int32:
     return np.zeros(1, dtype=np.int32)
 
@@ -72,8 +76,8 @@ class StepBatch:
     want_hidden: bool = False  # also return the (R, hidden_size) rows after the final norm, of which logits are made
     layers: tuple[int, ...] = ()  # also return the output of these layers, in ascending order ...
     layer_rows: Int32 = field(default_factory=_empty_int32)  # (N,) ... for these of the T rows
-    next_blocks: Int32 = field(default_factory=_empty_int32)  # (S,), or none given: where each sequence's next token
-    # would begin a block and it has that block already, its id; else -1
+    next_slots: Int64 = field(default_factory=_empty_int64)  # (S,) or none: where the tokens sampled now will go; -1:
+    # nowhere, since it is the sequence's last one, or its place is not known yet
 
     @property
     def only_tokens(self) -> bool:

@@ -98,8 +98,10 @@ def test_a_sequence_has_the_same_bits_whole_in_chunks_in_company_and_after_a_pre
     np.testing.assert_array_equal(logits_of(backend, company, 1), whole)
     np.testing.assert_array_equal(logits_of(backend, [Piece(tokens[16:], 16, [4, 5, 13])], 0), whole)  # a prefix hit
     np.testing.assert_array_equal(logits_of(backend, [Piece(tokens[19:], 19, [4, 5, 6])], 0), whole)  # as decode
-    swapped = backend.read_blocks([4, 5, 6])
-    backend.write_blocks([33, 31, 32], swapped)
+    backend.allocate_host(5)
+    backend.swap_out([4, 5, 6], [3, 4, 0])
+    backend.write_blocks([4, 5, 6], np.full((3, backend.block_bytes), 0xFF, np.uint8))
+    backend.swap_in([3, 4, 0], [33, 31, 32])
     backend.copy_blocks([31], [7])
     np.testing.assert_array_equal(
         logits_of(backend, [Piece(tokens[19:], 19, [33, 7, 32])], 0), whole
@@ -338,6 +340,8 @@ def test_what_cuda_cannot_do_is_said_with_the_value_to_set() -> None:
     backend = made(program, Card(capacity_bytes=1 << 28), dtype="float32")
     with pytest.raises(MemoryError, match="lower pool_bytes"):
         backend.allocate_pool(1 << 20)
+    with pytest.raises(MemoryError, match=r"the host pool.* lower host_pool_bytes"):
+        backend.allocate_host(1 << 20)
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         backend.launch(step_batch([Piece(prompt(0, 97), 0, list(range(13)))], 8))
     with pytest.raises(RuntimeError, match="no step"):

@@ -58,6 +58,14 @@ def decoded(device: Any) -> tuple[list[list[int]], np.ndarray]:
     backend.copy_blocks([4], [5])
     backend.write_blocks([3], blocks[1:])
     np.testing.assert_array_equal(backend.read_blocks([5, 3]), blocks)
+    backend.allocate_host(3)
+    backend.swap_out([4, 2], [2, 0])
+    backend.swap_in([0, 2], [1, 0])
+    np.testing.assert_array_equal(backend.read_blocks([0, 1]), blocks)
+    np.testing.assert_array_equal(backend.read_host([2, 0]), blocks)
+    num_blocks, seconds = backend.take_swap_times()
+    assert num_blocks == 4
+    assert seconds > 0
     backend.close()
     return tokens, np.stack(logprobs)
 
@@ -104,10 +112,18 @@ def test_a_card_that_fails_is_heard_of_by_poll_and_by_error(cupy: FakeCupy) -> N
     os.close(event)
 
 
-def test_memory_that_is_not_there_is_refused_with_the_remedy(cupy: FakeCupy) -> None:
+def test_memory_that_is_not_there_is_refused_with_the_remedy(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> bytearray:
+        raise fake_cupy.CUDARuntimeError("no more")
+
     device = CupyDevice()
     with pytest.raises(MemoryError, match=r"the pool needs 9\.31 GiB .* lower pool_bytes"):
         device.allocate(10**10, "the pool", "lower pool_bytes")
+    with pytest.raises(MemoryError, match=r"the host pool needs 953674316 MiB of page-locked .* lower host_pool_bytes"):
+        device.staging(10**15, "the host pool", "lower host_pool_bytes")
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", refuse)
+    with pytest.raises(MemoryError, match=r"the driver refuses \(no more\); lower host_pool_bytes"):
+        device.staging(10, "the host pool", "lower host_pool_bytes")
     device.close()
 
 

@@ -55,7 +55,9 @@ def test_inherited_sockets_are_for_this_process_only() -> None:
     assert inherited_fds({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "x"}) == []
 
 
-def plan(config: Config, available_bytes: int = 1 << 30, auto_bytes: int | None = None) -> Ledger:
+def plan(
+    config: Config, available_bytes: int = 1 << 30, auto_bytes: int | None = None, host_apart: bool = False
+) -> Ledger:
     return plan_memory(
         config,
         weights_bytes=100 << 20,
@@ -65,6 +67,7 @@ def plan(config: Config, available_bytes: int = 1 << 30, auto_bytes: int | None 
         max_model_len=100,
         auto_share=CPU_AUTO_SHARE,
         auto_bytes=auto_bytes,
+        host_apart=host_apart,
     )
 
 
@@ -111,6 +114,24 @@ def test_the_ledger_adds_up() -> None:
     assert [line.split()[0] for line in ledger.lines()] == ["weights", "workspace", "pool", "total"]
     assert "28 blocks of 16 = 448 tokens" in ledger.lines()[2]
     assert replace(ledger, num_blocks=0).pool_bytes == 0
+
+
+@pytest.mark.parametrize("host_apart", [True, False])
+def test_the_host_pool_counts_where_the_device_is_the_host(host_apart: bool) -> None:
+    ledger = plan(Config(max_num_seqs=4, host_pool_bytes=5 << 20), host_apart=host_apart)
+    counted = 28 if host_apart else 28 + 5
+    assert ledger.total_bytes == ledger.weights_bytes + ledger.workspace_bytes + counted * (1 << 20)
+    names = [line.split("  ")[0] for line in ledger.lines()]
+    assert names[3:] == (["total", "host pool"] if host_apart else ["host pool", "total"])
+
+
+def test_a_host_pool_that_does_not_fit_is_refused() -> None:
+    config = Config(pool_bytes=600 << 20, host_pool_bytes=500 << 20)
+    with pytest.raises(ConfigError, match=r"1\.07 GiB and only 1GiB are free, 76MiB too little; lower host_pool_bytes"):
+        plan(config)
+    assert plan(config, host_apart=True).host_slots == 500
+    with pytest.raises(ConfigError, match="set host_pool_bytes to 0, or to at least 1048576"):
+        plan(Config(host_pool_bytes=1000))
 
 
 # A real daemon under a stand-in for the manager

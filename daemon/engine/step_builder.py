@@ -94,7 +94,7 @@ class StepBuilder:
             want_hidden=any(rows.collector.wants_hidden for rows in self._prompt_rows),
             layers=self._layers,
             layer_rows=np.concatenate(layer_rows).astype(np.int32) if layer_rows else NO_ROWS,
-            next_blocks=self._next_blocks(chunks, seq_lens),
+            next_slots=np.array([chunk.next_slot for chunk in chunks], dtype=np.int64),
         )
 
     def reports(self, result: StepResult) -> list[Report]:
@@ -140,15 +140,6 @@ class StepBuilder:
         rows = np.array(slots)
         self._block_tables[rows, firsts] = blocks
         return rows
-
-    def _next_blocks(self, chunks: list[Chunk], seq_lens: Int64) -> Int32:
-        """(S,) as `StepBatch` says: blocks that were taken before a token needed them."""
-        blocks = np.full(len(chunks), -1, dtype=np.int32)
-        for index in np.flatnonzero(seq_lens % self._block_size == 0).tolist():
-            table, next_one = chunks[index].sequence.block_table, int(seq_lens[index]) // self._block_size
-            if next_one < len(table):
-                blocks[index] = table[next_one]
-        return blocks
 
     def _write_parameters(self, sample: Sample) -> None:
         params, slot = sample.request.params, sample.slot

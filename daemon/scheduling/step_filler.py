@@ -70,18 +70,22 @@ class StepFiller:
         plan.num_tokens += rows
 
     def look_ahead(self, plan: StepPlan, limits: SchedulerLimits) -> None:
-        """Take the block of the token after the next, where nobody needs to give way: if all go on, the step after this
-        one is known, and can be begun before this one has ended."""
+        """Say where the tokens that a step of decodes samples will go, and take their blocks where nobody has to give
+        way for them: the step after it is known then, and can be begun before it is asked for."""
         if not self._residency.works_ahead or plan.num_tokens != len(plan.chunks):
             return  # the step after one that holds prompts is not begun early
+        size = self._pool.block_size
         for chunk in plan.chunks:
             sequence, end = chunk.sequence, chunk.start + 1
             length = len(sequence.token_ids) + 1  # with the token that is sampled now
             last = length - sequence.num_prompt_tokens >= sequence.max_tokens or length >= limits.max_model_len
-            needs_one = chunk.samples and not last and end == len(sequence.block_table) * self._pool.block_size
-            if needs_one and self._residency.room(sequence) > 0:
+            if last or not chunk.samples:
+                continue
+            if end == len(sequence.block_table) * size and self._residency.room(sequence) > 0:
                 self._tables.grow(sequence, end + 1, spare=False)
                 self._residency.promise(sequence)
+            if end < len(sequence.block_table) * size:
+                chunk.next_slot = sequence.block_table[end // size] * size + end % size
 
     def _may_write(self, sequence: Sequence) -> bool:
         """Whether the next token has its place already: the usual case of a decode."""

@@ -15,6 +15,7 @@ class Chunk:
     start: int
     num_tokens: int
     samples: bool  # it reaches the sequence's last token, so its last row gives the next one
+    next_slot: int = -1  # of that token: block id x block size + offset; -1: it is the last one, or has no place yet
 
 
 @dataclass(slots=True)

@@ -207,7 +207,7 @@ class CudaBackend:
         if self._host_pool.arriving:
             return  # whoever comes in takes part in the next step
         if self._ahead_wanted and self._bucket(batch, cuts := self._cuts(batch.sampling)):
-            after = following(batch, size, self._limits.max_model_len)
+            after = following(batch, size)
             if after is not None:
                 self._ahead = self._start(after, cuts, tokens_on_card=True)
 

@@ -65,31 +65,27 @@ class Flight:
         )
 
 
-def following(batch: StepBatch, block_size: int, max_model_len: int) -> StepBatch | None:
+def following(batch: StepBatch, block_size: int) -> StepBatch | None:
     """The step after a plain decode step, if every sequence just goes on; a copy.
 
     Its tokens are those that `batch` will sample: unknown to the host, zeros here. None where the host must be asked:
-    a sequence needs another block and has none yet, or is at its end, or its penalties count the token that is not
+    a sequence is at its end or needs a block that it does not have yet, or its penalties count the token that is not
     known yet.
     """
-    if not len(batch.positions) or len(batch.sampling.penalty_tokens):
-        return None
-    positions = batch.positions + np.int32(1)
-    crossing = np.flatnonzero(positions % block_size == 0)
-    blocks = batch.next_blocks[crossing] if len(batch.next_blocks) else np.full(len(crossing), -1, np.int32)
-    if int(positions.max()) >= max_model_len or (blocks < 0).any():
+    slots = batch.next_slots
+    if not len(slots) or (slots < 0).any() or len(batch.sampling.penalty_tokens):
         return None
     after = copy.deepcopy(batch)
     after.tokens[:] = 0
     after.positions += 1
-    after.slot_mapping += 1
-    after.slot_mapping[crossing] = blocks.astype(np.int64) * block_size
-    missing = int(positions.max()) // block_size + 1 - batch.block_tables.shape[1]
-    after.block_tables = np.pad(after.block_tables, ((0, 0), (0, max(0, missing))))
-    after.block_tables[crossing, positions[crossing] // block_size] = blocks
+    after.slot_mapping = slots.copy()
     after.seq_lens += 1
     after.sampling.counters += 1
-    after.next_blocks = batch.next_blocks[:0]
+    last = after.positions // block_size  # (S,) the table entry of each token
+    missing = max(0, int(last.max()) + 1 - after.block_tables.shape[1])
+    after.block_tables = np.pad(after.block_tables, ((0, 0), (0, missing)))
+    after.block_tables[np.arange(len(last)), last] = slots // block_size
+    after.next_slots = np.where(after.seq_lens % block_size, slots + 1, -1)
     return after
 
 

@@ -58,6 +58,10 @@ def step_batch(
         used = -(-int(length) // block_size)
         row[:used] = piece.blocks[:used]
     rows = np.arange(len(tokens), dtype=np.int32) if every_row else starts[1:] - 1
+    following = [
+        piece.blocks[at // block_size] * block_size + at % block_size if at < len(piece.blocks) * block_size else -1
+        for piece, at in zip(pieces, lengths.tolist(), strict=True)
+    ]
     return StepBatch(
         tokens=tokens,
         positions=np.concatenate(positions).astype(np.int32),
@@ -71,6 +75,7 @@ def step_batch(
         want_hidden=True,
         layers=tuple(layers),
         layer_rows=rows.astype(np.int32) if layers else np.zeros(0, np.int32),
+        next_slots=np.array(following, np.int64),
     )
 
 
