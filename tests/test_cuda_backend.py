@@ -194,7 +194,7 @@ def test_a_step_launched_ahead_is_the_step_that_is_asked_for() -> None:
     def script(decoder: Decoder) -> None:
         decoder.begin(0, 9)
         decoder.begin(1, 17)
-        for _ in range(8):  # positions 9 to 15 and 17 to 23: nobody needs another block on the way
+        for _ in range(16):  # to the end of the second one's four blocks: what is behind it is not known
             decoder.step(0, 1)
 
     plain, few = decoded(False, script)
