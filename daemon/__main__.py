@@ -347,14 +347,14 @@ def _allocate(config: Config, limits: BackendLimits, backend: Backend) -> Ledger
         max_model_len=limits.max_model_len,
         auto_share=CUDA_AUTO_SHARE if on_card else CPU_AUTO_SHARE,
         auto_bytes=None if on_card else CPU_AUTO_BYTES,
-    )
         host_apart=on_card,
+    )
     for line in ledger.lines():
         log.info("%s", line)
     backend.allocate_pool(ledger.num_blocks)
-    return ledger
     if ledger.host_slots:
         backend.allocate_host(ledger.host_slots)
+    return ledger
 
 
 def _window(model: LoadedModel) -> int:
