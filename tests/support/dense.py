@@ -1,4 +1,4 @@
-"""A forward pass over whole matrices, of config.json and model.safetensors alone: no cache, no fusing, none of our code."""
+"""A forward pass over whole matrices, of config.json and model.safetensors alone: no cache, none of our code."""
 
 from __future__ import annotations
 
