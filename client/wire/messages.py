@@ -1,4 +1,4 @@
-"""Every message of the wire, as a frozen record: what its fields are called, their types and their ranges.
+"""Every message of the wire, as a record: what its fields are called, their types and their ranges.
 
 PROTOCOL.md says who sends what, when and why; this module is its table. A field with a default may be left out on the
 wire. `request_id` names a request among those of one user; `sample` counts the n sequences of a request from 0;
@@ -110,7 +110,7 @@ class ServerLimits:
     max_logprobs: Count = MAX_TOP_LOGPROBS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every token, and that would take five times as long
 class TokenBatch:
     """New tokens of one sample, in order. `texts[i]` is what token i added to the text (often "" while a character or a
     possible stop string is incomplete); `texts`, `logprobs`, `top_logprobs` are empty or as long as `token_ids`."""

@@ -407,17 +407,19 @@ class Engine:
 
         A sequence that stays is free for its owner's next wish once the end is said: the device must be done with it.
         """
-        logits = [token.logits for token in sample.fresh if token.logits is not None]
+        request = sample.request
+        logits = [token.logits for token in sample.fresh if token.logits is not None] if request.want_logits else []
         batch = sample.take_fresh()
-        if batch is not None and logits:
-            values = logits[0][np.newaxis] if len(batch.token_ids) == 1 else np.stack(logits[: len(batch.token_ids)])
-            rows = Rows("logits", batch.index, values, sample.index, transient=True)
-            self._outputs.append(Output(sample.request, rows))
         if batch is not None:
+            if logits:
+                count = len(batch.token_ids)
+                values = logits[0][np.newaxis] if count == 1 else np.stack(logits[:count])
+                rows = Rows("logits", batch.index, values, sample.index, transient=True)
+                self._outputs.append(Output(request, rows))
             self.metrics.tokens_generated_total += len(batch.token_ids)
-            self._say(sample.request, batch)
-            if self.journal is not None and sample.request.journal_key is not None:
-                self.journal.tokens(sample.request.journal_key, batch)
+            self._say(request, batch)
+            if self.journal is not None and request.journal_key is not None:
+                self.journal.tokens(request.journal_key, batch)
         if sample.stopped and self._is_live(sample):
             self._end(sample, "stop")
         if sample.finish_reason is None:

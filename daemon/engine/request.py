@@ -81,13 +81,16 @@ class Request:
     first_token_at: float | None = None
     journal_key: int | None = None  # None: no journal has it
     search: BeamSearch | None = None  # while one runs: the samples are its beams
-    chosen: bool = False  # the best of its samples are known
+    chosen: bool = field(init=False)  # the best of its samples are known
     taken_up: bool = False  # from an earlier daemon: its owner will ask for what was given out before
+
+    def __post_init__(self) -> None:
+        self.chosen = self.params.num_samples <= self.params.n
 
     @property
     def withheld(self) -> bool:
         """It is not known yet which its answers are: they come all at once."""
-        return self.search is not None or (self.params.num_samples > self.params.n and not self.chosen)
+        return self.search is not None or not self.chosen
 
     @property
     def fits_ring(self) -> bool:
@@ -210,19 +213,21 @@ class Sample:
         del tokens[len(texts) :]
         if not tokens:
             return None
-        params, withheld, first = self.request.params, self.request.withheld, self.num_sent
+        request, first = self.request, self.num_sent
+        logprobs, withheld = request.params.logprobs, request.withheld
+        token_ids, known, tops, _ = zip(*tokens, strict=True)
         self.num_sent += len(tokens)
-        self.sum_logprobs += sum(token.logprob for token in tokens)
+        self.sum_logprobs += sum(known)
         batch = TokenBatch(
-            self.request.request_id,
+            request.request_id,
             self.index,
             first,
-            tuple(token.token_id for token in tokens),
-            tuple(texts) if self.request.want_text else (),
-            tuple(token.logprob for token in tokens) if withheld or params.logprobs is not None else (),
-            tuple(token.top for token in tokens) if params.logprobs else (),
+            token_ids,
+            tuple(texts) if request.want_text else (),
+            known if withheld or logprobs is not None else (),
+            tops if logprobs else (),
         )
-        if self.request.linger_s > 0 or self.request.taken_up or withheld:
+        if request.linger_s > 0 or request.taken_up or withheld:
             self.history.append(batch)
         return batch
 

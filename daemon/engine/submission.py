@@ -23,13 +23,13 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         raise InvalidArgument("only embeds the prompt: set max_tokens to 0, and n to 1", field="pooling")
     if message.keep and params.num_sequences > 1:
         raise InvalidArgument("only one sequence can be kept; ask for one answer, and fork what is kept", field="keep")
-    if message.want_logits and params.beam_width:
-        raise InvalidArgument("a beam search has no logits of its own; set beam_width to 0", field="want_logits")
-    if message.hidden_layers and (params.beam_width or params.num_samples > params.n):
-        raise InvalidArgument(
-            "cannot be told where answers are chosen in the end; set beam_width to 0 and best_of to n",
-            field="hidden_layers",
-        )
+    if params.beam_width or params.num_samples > params.n:
+        for name in ("want_logits", "hidden_layers"):
+            if getattr(message, name):
+                raise InvalidArgument(
+                    "cannot be told where answers are chosen in the end; set beam_width to 0 and best_of to n",
+                    field=name,
+                )
     stop_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else text.eos_token_ids)
     if params.min_tokens and params.allowed_token_ids and stop_token_ids.issuperset(params.allowed_token_ids):
         raise InvalidArgument(

@@ -40,12 +40,12 @@ from .journal_records import (
     End,
     Finish,
     Forget,
-    Generate,
     Hold,
     JournalDamaged,
     KnownRequest,
     Replay,
     pack,
+    pack_tokens,
     unpack,
 )
 
@@ -128,7 +128,7 @@ class Journal:
         entry = self._entries.get(key)
         if entry is None or entry.incomplete:
             return
-        event = pack(Generate.of(key, batch))
+        event = pack_tokens(key, batch)
         if self._make_room(len(event)):
             self._note(key, event)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -101,8 +102,8 @@ class Delivery:
 
 def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session, Parcel]]:
     """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
-    events: dict[Session, list[TokenBatch]] = {}
-    rings: dict[Session, list[RingBatch]] = {}
+    events: defaultdict[Session, list[TokenBatch]] = defaultdict(list)
+    rings: defaultdict[Session, list[RingBatch]] = defaultdict(list)
     logits: dict[tuple[Request, int], NDArray[Any]] = {}  # of tokens that come next, for the ring
     others: list[tuple[Session, Finished | Notice]] = []
     for request, message in outputs:
@@ -111,10 +112,10 @@ def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session,
             continue
         if isinstance(message, TokenBatch):
             if request.handle is None:
-                events.setdefault(session, []).append(message)
+                events[session].append(message)
             else:
                 rows = logits.get((request, message.sample)) if request.want_logits else None
-                rings.setdefault(session, []).append((request.handle, message, rows))
+                rings[session].append((request.handle, message, rows))
         elif isinstance(message, Rows) and request.handle is not None and message.kind == LOGITS:
             logits[request, message.sample] = message.values
         elif isinstance(message, Rows):

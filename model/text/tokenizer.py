@@ -32,6 +32,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         added = inner.get_added_tokens_decoder()
+        self._known: dict[int, bytes] = {}  # by token id: what was asked for once
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         kinds = list(_decoder_steps(inner))
@@ -88,12 +89,17 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for, as bytes: perhaps part of a character. Empty for ids that have no token."""
-        added = self._added.get(token_id)
-        if added is not None:
-            return added
-        token = self._inner.id_to_token(token_id) if 0 <= token_id < 2**32 else None
-        if token is None:
-            return b""
+        known = self._known.get(token_id)
+        if known is None:
+            token = self._inner.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+            if token is None:
+                return b""
+            known = self._known[token_id] = self._bytes_of(token_id, token)
+        return known
+
+    def _bytes_of(self, token_id: int, token: str) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id]
         if self._byte_level:
             return b"".join(CHAR_BYTES.get(char) or char.encode() for char in token)
         if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
