@@ -2,7 +2,7 @@
 
     python -m bench.quality [--model smollm2-135m] [--gold tests/gold/smollm2-135m.json] [--text FILE] [--tokens 4096]
                             [--weights float32,bfloat16,auto,int8,int4] [--kv float32,bfloat16,float16,int8]
-                            [--repeats 15]
+                            [--activations float32,int16,int8] [--repeats 15]
 
 Against reference completions (`cases`, each with `prompt_ids`, `completion_ids`, `top3_logprobs`: for every token the
 best three [id, natural log]): how often the reference's token is the best one here, given the reference's tokens before
@@ -15,6 +15,7 @@ Speed is that of whole decode steps of 1 and of 32 sequences at 192 tokens of co
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import statistics
@@ -119,22 +120,25 @@ def measure(backend: CpuBackend, cases: Sequence[dict[str, Any]], text: Sequence
 
 
 def report(
-    model: LoadedModel, weights: str, kv: str, cases: Sequence[dict[str, Any]], text: Sequence[int], repeats: int
+    model: LoadedModel,
+    formats: dict[str, str],
+    cases: Sequence[dict[str, Any]],
+    text: Sequence[int],
+    repeats: int,
 ) -> None:
-    """One line of the table, or why there is none."""
+    """One line of the table, or why there is none. `formats`: settings of the back end."""
+    names = "".join(f"{name:<9} " for name in formats.values())
     try:
-        backend = CpuBackend(
-            model.program, model.checkpoint, LIMITS, dtype=weights, kv_dtype=kv, model_hash=model.model_hash
-        )
+        backend = CpuBackend(model.program, model.checkpoint, LIMITS, **formats, model_hash=model.model_hash)
     except ValueError as error:
-        print(f"{weights:<10} {kv:<10} {error}")
+        print(f"{names} {error}")
         return
     backend.allocate_pool(SEQUENCES * CONTEXT // BLOCK_SIZE)
     found = measure(backend, cases, text)
     speeds = [tokens_per_second(backend, sequences, repeats) for sequences in (1, SEQUENCES)]
     differences = found.differences
     print(
-        f"{weights:<10} {kv:<10} {backend.weights_bytes / 2**20:7.1f} {backend.block_bytes / BLOCK_SIZE:9,.0f} "
+        f"{names}{backend.weights_bytes / 2**20:7.1f} {backend.block_bytes / BLOCK_SIZE:9,.0f} "
         f"{found.agreement:8.2%} {differences.mean():9.5f} {np.quantile(differences, 0.99):8.4f} "
         f"{differences.max():8.4f} {found.perplexity:10.4f} "
         f"{speeds[0]:8.1f} {speeds[1]:8.1f}",
@@ -149,6 +153,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", default="float32,bfloat16,auto,int8,int4")
     parser.add_argument("--kv", default="float32,bfloat16,float16,int8")
+    parser.add_argument("--activations", default="float32")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)
@@ -162,14 +167,14 @@ def main() -> int:
         f"{model.name}, {usable_cpus()} threads, {len(cases)} reference completions, perplexity of {len(tokens)} tokens"
     )
     print(
-        f"{'':<21}{'weights':>8}{'KV bytes':>10}{'greedy':>9}{'|difference of logprobs|':>28}{'perplexity':>11}", end=""
+        f"{'':<30}{'weights':>7}{'KV bytes':>10}{'greedy':>9}{'|difference of logprobs|':>28}{'perplexity':>11}", end=""
     )
     print(f"{'tokens/s of':>16}")
-    print(f"{'weights':<11}{'KV':<10}{'MiB':>8}{'a token':>10}{'agrees':>9}{'mean':>10}{'p99':>9}{'most':>9}", end="")
-    print(f"{'':>11}{'1':>8}{SEQUENCES:>8}")
-    for weights in options.weights.split(","):
-        for kv in options.kv.split(","):
-            report(model, weights, kv, cases, tokens, options.repeats)
+    print(f"{'weights':<10}{'KV':<10}{'activ.':<10}{'MiB':>7}{'a token':>10}{'agrees':>9}", end="")
+    print(f"{'mean':>10}{'p99':>9}{'most':>9}{'':>11}{'1':>8}{SEQUENCES:>8}")
+    for formats in itertools.product(*(each.split(",") for each in (options.weights, options.kv, options.activations))):
+        named = dict(zip(("dtype", "kv_dtype", "activations"), formats, strict=True))
+        report(model, named, cases, tokens, options.repeats)
     return 0
 
 

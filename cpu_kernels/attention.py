@@ -50,7 +50,7 @@ from .plan import (
     prefix_address,
 )
 from .product import product
-from .rounding import round_columns, rounded_stride
+from .rounding import round_columns, rounded_bytes
 from .table import float_word, word
 from .vectors import exp, load, max_lanes, maximum, select_range, splat, store, sum_lanes
 
@@ -120,7 +120,7 @@ def merge(into: int, part: int, rows: int, head_width: int) -> None:
 
 @kernel
 def write_rows(partial: int, row: int, state: int, unit: int) -> None:
-    """out = weighted values / sum, for every query row of the unit; and their bfloat16 copy, if it is wanted."""
+    """out = weighted values / sum, for every query row of the unit; and their rounded copy, if it is wanted."""
     head_dim, head_width = word(state, t.HEAD_DIM), word(state, t.HEAD_WIDTH)
     group = word(state, t.NUM_HEADS) // word(state, t.NUM_KV_HEADS)
     rows = word(unit, NUM_QUERIES) * group
@@ -137,9 +137,10 @@ def write_rows(partial: int, row: int, state: int, unit: int) -> None:
     if word(row, t.ROUNDED_OUT):
         first, columns = word(unit, KV_HEAD) * group * head_dim, group * head_dim
         x = word(row, t.OUT) + word(unit, FIRST_ROW) * word(row, t.OUT_STRIDE) + first * 4
-        stride = rounded_stride(word(row, t.WIDTH))
-        rounded = word(row, t.ROUNDED_OUT) + word(unit, FIRST_ROW) * stride + first * 2
-        round_columns(state, x, word(row, t.OUT_STRIDE), rounded, stride, word(unit, NUM_QUERIES), columns)
+        read_as = word(row, t.ROUNDED_AS)
+        stride = rounded_bytes(state, read_as, word(row, t.WIDTH))
+        rounded = word(row, t.ROUNDED_OUT) + word(unit, FIRST_ROW) * stride + rounded_bytes(state, read_as, first)
+        round_columns(state, read_as, x, word(row, t.OUT_STRIDE), rounded, stride, word(unit, NUM_QUERIES), columns)
 
 
 # -- one split --------------------------------------------------------------------------------------------------------

@@ -59,16 +59,20 @@ def _scales(builder: Any, group: GroupFormat, pointer: Any, offset: int) -> Any:
     return half_values(builder, builder.load(place, align=2, typ=HALVES))
 
 
+def group_scales(builder: Any, group: GroupFormat, pointer: Any) -> tuple[Any, Any]:
+    """Scales and least values of the group at `pointer`."""
+    scale = _scales(builder, group, pointer, group.codes_bytes)
+    if group.has_least:
+        return scale, _scales(builder, group, pointer, group.codes_bytes + group.scale_bytes)
+    return scale, builder.fmul(scale, float_constant(-(2.0 ** (group.bits - 1))))
+
+
 def group_weights(builder: Any, group: GroupFormat, pointer: Any) -> Iterator[Any]:
     """The weights of one group at `pointer`, k after k, 16 columns each.
 
     Codes are masked where they lie, not shifted: what a code is too large by, the scale is too small by (a power of 2).
     """
-    scale = _scales(builder, group, pointer, group.codes_bytes)
-    if group.has_least:
-        least = _scales(builder, group, pointer, group.codes_bytes + group.scale_bytes)
-    else:
-        least = builder.fmul(scale, float_constant(-(2.0 ** (group.bits - 1))))
+    scale, least = group_scales(builder, group, pointer)
     with builder.goto_entry_block():
         kept = builder.alloca(FLOATS)
         kept.align = 64

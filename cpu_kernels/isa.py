@@ -20,6 +20,9 @@ CODES = 4
 # Weights in groups of codes (see `groups`). Their tiles are low: many rows pass panels that were unpacked to FLOAT32.
 FIRST_GROUPED = 8
 INT8, INT4, INT8_K, INT4_K = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 4)
+# The same panels, times activations in codes of 16 or 8 bits, as integers (see `integer_steps`).
+FIRST_INTEGER = 12
+INT8_X16, INT4_X16, INT8_K_X16, INT4_K_X16, INT4_X8, INT4_K_X8 = INTEGER = range(FIRST_INTEGER, FIRST_INTEGER + 6)
 FORMAT_NAMES = {
     FLOAT32: "float32",
     BFLOAT16: "bfloat16",
@@ -30,6 +33,12 @@ FORMAT_NAMES = {
     INT4: "int4",
     INT8_K: "int8_k",
     INT4_K: "int4_k",
+    INT8_X16: "int8x16",
+    INT4_X16: "int4x16",
+    INT8_K_X16: "int8_kx16",
+    INT4_K_X16: "int4_kx16",
+    INT4_X8: "int4x8",
+    INT4_K_X8: "int4_kx8",
 }
 
 Tiles = tuple[tuple[int, ...], ...]
@@ -51,6 +60,9 @@ class Isa:
 _WIDE, _MIDDLE, _PAIR, _ONE = (8, 4, 2, 1), (4, 2, 1), (2, 1), (1,)
 _GROUPED_WIDE: dict[int, Tiles] = dict.fromkeys(GROUPED, (_MIDDLE, _MIDDLE, _PAIR, _PAIR, _PAIR, _PAIR))
 _GROUPED_NARROW: dict[int, Tiles] = dict.fromkeys(GROUPED, (_PAIR, _ONE, _ONE, _ONE))
+# Integer sums take the registers while a group is read, and those of the groups before wait in memory.
+_INTEGER_WIDE: dict[int, Tiles] = dict.fromkeys(INTEGER, (_MIDDLE, _MIDDLE, *(_PAIR,) * 6))
+_INTEGER_NARROW: dict[int, Tiles] = dict.fromkeys(INTEGER, (_PAIR, _PAIR, *(_ONE,) * 4))
 _UNPACKED = (FLOAT32, FLOAT16, CODES)  # one k in a lane, as float32 after at most a conversion
 AVX512 = Isa(
     "avx512",
@@ -59,15 +71,16 @@ AVX512 = Isa(
         BFLOAT16: (_WIDE, *(_MIDDLE,) * 3, *(_PAIR,) * 3, *(_ONE,) * 5),
         BFLOAT16_DOT: (_WIDE, _WIDE, *(_MIDDLE,) * 4, *(_PAIR,) * 4),
         **_GROUPED_WIDE,
+        **_INTEGER_WIDE,
     },
 )
 _AVX2_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE)
 _NEON_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE, _ONE)
 _PLAIN_TILES = (_PAIR, _ONE, _ONE)
 _UNGROUPED = (*_UNPACKED, BFLOAT16, BFLOAT16_DOT)
-AVX2 = Isa("avx2", {**dict.fromkeys(_UNGROUPED, _AVX2_TILES), **_GROUPED_NARROW})
-NEON = Isa("neon", {**dict.fromkeys(_UNGROUPED, _NEON_TILES), **_GROUPED_NARROW})
-PLAIN = Isa("plain", {**dict.fromkeys(_UNGROUPED, _PLAIN_TILES), **_GROUPED_NARROW})
+AVX2 = Isa("avx2", {**dict.fromkeys(_UNGROUPED, _AVX2_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW})
+NEON = Isa("neon", {**dict.fromkeys(_UNGROUPED, _NEON_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW})
+PLAIN = Isa("plain", {**dict.fromkeys(_UNGROUPED, _PLAIN_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW})
 
 
 @lru_cache(maxsize=1)
@@ -93,6 +106,14 @@ def host_fuses() -> bool:
 def host_has_half() -> bool:
     """Whether conversions between float32 and float16 are instructions (LLVM calls a library where they are not)."""
     return "f16c" in host_features() or platform.machine() in ("aarch64", "arm64")
+
+
+def host_pair_bits() -> int:
+    """Bits of the vectors whose pairs of integers an instruction multiplies and adds; 0 where there is none."""
+    features = host_features()
+    if "avx512bw" in features:
+        return 512
+    return 256 if "avx2" in features else 0
 
 
 def host_has_dot() -> bool:

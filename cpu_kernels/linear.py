@@ -8,15 +8,15 @@ groups are read as they are by few rows, and unpacked to float32 for many, panel
 from __future__ import annotations
 
 from . import table as t
-from .isa import BFLOAT16_DOT, FIRST_GROUPED, FLOAT32
+from .isa import FIRST_GROUPED, FIRST_INTEGER, FLOAT32
 from .jit import kernel
 from .memory import call_address, load_i64, store_i64
 from .product import FORMAT_BYTES, product
-from .rounding import round_columns, rounded_stride
+from .rounding import round_columns, rounded_bytes, unit_columns
 from .table import rows_of, word
 
 CHAIN = 128  # k whose products are summed in one chain
-STRETCH = 8 * CHAIN  # k that many rows go through before the next
+STRETCH = 8 * CHAIN  # k that many rows go through before the next; a chain where codes are summed group by group
 BLOCK_BYTES = 192 * 1024  # of x: what stays in L2 beside the weights
 BLOCK_ROWS = 80  # most rows in a block that needs memory of its own, for totals or rounding
 NEAR = 1024  # bytes that a tile without company asks ahead of what it reads
@@ -55,17 +55,18 @@ def multiply(
     table: int,
     at: int,
     step_bytes: int,
-    chain_bytes: int,
+    k_bytes: int,
     ahead: int,
 ) -> None:
     """Rows of x times `panels` panels from `panel` on over k begin .. end - 1.
 
     The first panel's k `begin` lies at `at` past the address in `table`. Totals start at `totals` unless `begin` is 0,
-    and stay there unless `end` is the last k: then bias and residual are added and the result goes to `out`. Meanwhile
-    memory is asked for from `ahead` past the address of the weights on.
+    and stay there unless `end` is the last k: then bias and residual are added and the result goes to `out`. A panel
+    takes `k_bytes` over all k. Meanwhile memory is asked for from `ahead` past the address of the weights on.
     """
     last, k, panel_bytes = end == word(row, t.K), word(row, t.K), word(row, t.PANEL_BYTES)
-    blocks = (end - begin + CHAIN - 1) // CHAIN
+    chain = STRETCH if read_as >= FIRST_INTEGER else CHAIN
+    blocks = (end - begin + chain - 1) // chain
     totals_stride = word(row, t.UNIT_PANELS) * 64
     bias = word(row, t.BIAS)
     product(
@@ -81,10 +82,10 @@ def multiply(
         panel_bytes,
         at,
         blocks,
-        chain_bytes,
+        chain * k_bytes // k,
         1,
-        CHAIN,
-        end - begin - CHAIN * (blocks - 1),
+        chain,
+        end - begin - chain * (blocks - 1),
         step_bytes,
         totals if begin else 0,
         totals_stride,
@@ -111,7 +112,7 @@ def multiply_packed(
     at = panel * panel_bytes + panel_bytes * begin // k
     multiply(
         row, state, panel, x, x_stride, rows, begin, end, totals, out, panels, word(row, t.WEIGHT_FORMAT),
-        row + 8 * t.WEIGHT, at, word(row, t.STEP_BYTES), panel_bytes * CHAIN // k, at + NEAR,
+        row + 8 * t.WEIGHT, at, word(row, t.STEP_BYTES), panel_bytes, at + NEAR,
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def multiply_unpacked(
         call_address(load_i64(formats + 16), (word(row, t.WEIGHT) + at, scratch + 64, groups))
         multiply(
             row, state, panel + number, x, x_stride, rows, begin, end, totals + number * 64, out + number * 64, 1,
-            FLOAT32, scratch, 0, 64, CHAIN * 64, at,
+            FLOAT32, scratch, 0, 64, 64 * k, at,
         )  # fmt: skip
 
 
@@ -153,29 +154,29 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
     out = word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64
     read_as = word(row, t.WEIGHT_FORMAT)
     tall = load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES)
-    unpacks = read_as >= FIRST_GROUPED and rows > tall
+    unpacks = FIRST_GROUPED <= read_as < FIRST_INTEGER and rows > tall
     if unpacks:
         tall = load_i64(word(state, t.TILES) + FLOAT32 * FORMAT_BYTES)
-    is_dot = read_as == BFLOAT16_DOT
-    rounds = is_dot and not word(row, t.X_ROUNDED)
-    x_bytes = 2 if is_dot else 4
+    rounds = unit_columns(state, read_as) > 1 and not word(row, t.X_ROUNDED)
     # A single tile of rows reads every weight once, in order: nothing is gained by stretches.
-    stretch = STRETCH if rows > tall and rows * k * x_bytes > BLOCK_BYTES else k
-    most = max(tall, BLOCK_BYTES // (min(stretch, k) * x_bytes))
+    stretch = STRETCH if rows > tall and rows * rounded_bytes(state, read_as, k) > BLOCK_BYTES else k
+    most = max(tall, BLOCK_BYTES // rounded_bytes(state, read_as, min(stretch, k)))
     if rounds or stretch < k:
         most = min(most, BLOCK_ROWS)
     scratch = word(state, t.LINEAR_SCRATCH) + thread * word(state, t.LINEAR_BYTES)
-    totals, stride = scratch + word(state, t.TOTALS_OFFSET), rounded_stride(k) if rounds else x_stride
+    totals = scratch + word(state, t.TOTALS_OFFSET)
+    stride = rounded_bytes(state, read_as, k) if rounds else x_stride
     blocks = (rows + most - 1) // most
     for block in range(blocks):
         begin, end = rows * block // blocks, rows * (block + 1) // blocks
         source = x + begin * x_stride
         if rounds:
-            round_columns(state, source, x_stride, scratch, stride, end - begin, k)
+            round_columns(state, read_as, source, x_stride, scratch, stride, end - begin, k)
             source = scratch
         for start in range(0, k, stretch):
             stop = min(k, start + stretch)
-            target, at = out + begin * word(row, t.OUT_STRIDE), source + start * x_bytes
+            target = out + begin * word(row, t.OUT_STRIDE)
+            at = source + rounded_bytes(state, read_as, start)
             if unpacks:
                 multiply_unpacked(row, state, panel, at, stride, end - begin, start, stop, totals, target, scratch)
             else:

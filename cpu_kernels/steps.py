@@ -11,9 +11,11 @@ from typing import Any
 
 from llvmlite import ir
 
+from .activations import form_of
 from .emit import BYTE, Values, loop
 from .group_steps import grouped_step
 from .groups import GROUP_FORMATS
+from .integer_steps import HELD_AS, integer_step
 from .isa import BFLOAT16, BFLOAT16_DOT, CODES, FLOAT16, FLOAT32, host_has_dot
 from .memory import INT64, POINTER
 from .vectors import FLOATS, INTS, LANES, int_constant, multiply_add, splat_value
@@ -43,6 +45,11 @@ def step_of(weight_format: int) -> Step:
     if weight_format in GROUP_FORMATS:
         size, lines = GROUP_FORMATS[weight_format].size, -(-GROUP_FORMATS[weight_format].bytes // 64)
         return Step(size, 4 * size, 1, lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs), lines)
+    if weight_format in HELD_AS:
+        form, lines = form_of(weight_format), -(-GROUP_FORMATS[HELD_AS[weight_format]].bytes // 64)
+        return Step(
+            form.size, form.bytes, 1, lambda b, sums, w, xs, odd: integer_step(b, weight_format, sums, w, xs), lines
+        )
     return {
         FLOAT32: Step(1, 4, 4, _float32),
         BFLOAT16: Step(2, 8, 2, _bfloat16),
@@ -50,6 +57,13 @@ def step_of(weight_format: int) -> Step:
         CODES: Step(1, 4, 4, _codes),
         BFLOAT16_DOT: Step(2, 4, 2, _dot if host_has_dot() else _emulated_dot),
     }[weight_format]
+
+
+def x_unit(weight_format: int) -> tuple[int, int]:
+    """Columns and bytes of what a row of x consists of."""
+    if weight_format in HELD_AS:
+        return form_of(weight_format).size, form_of(weight_format).bytes
+    return (32, 64) if weight_format == BFLOAT16_DOT else (1, 4)
 
 
 def _accumulate(builder: Any, sums: list[Values], weights: Values, xs: Values, k: int) -> list[Values]:

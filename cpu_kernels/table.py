@@ -35,15 +35,15 @@ from .memory import INT64, POINTER
     UNIT_PANELS,             # panels that one unit of work covers
     BIAS,                    # address, 0: none
     ACCUMULATE,              # 1: add to OUT
-    X_ROUNDED,               # 1: X is bfloat16 (see `rounding`)
-    ROUNDED_OUT,             # where a bfloat16 copy of OUT is wanted, 0: nowhere
+    X_ROUNDED,               # 1: X is in the form that WEIGHT_FORMAT reads (see `rounding`)
+    ROUNDED_OUT, ROUNDED_AS, # where a rounded copy of OUT is wanted, 0: nowhere; the format whose form it has
     SCALAR,                  # epsilon, embedding scale or softmax scale, as float32 bits
     KIND,                    # SILU or GELU_TANH
     COS, SIN, HALF,          # rotary tables (max_model_len, HALF) float32
     Q_NORM, K_NORM,          # addresses of head norms, 0: none
     LAYER,                   # whose K and V
     WINDOW,                  # tokens a query may look back, itself included; 0: everything
-) = range(29)
+) = range(30)
 # fmt: on
 ROW_WORDS = 32
 ROW_BYTES = 8 * ROW_WORDS
@@ -61,7 +61,7 @@ SILU, GELU_TANH = 0, 1
     FUNCTIONS, TILES,        # addresses: of the operations' functions by opcode; the table of `tile.tile_table`
     OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
     SCRATCH, SCRATCH_BYTES,  # per thread
-    LINEAR_SCRATCH, LINEAR_BYTES,  # per thread: rows of x rounded to bfloat16,
+    LINEAR_SCRATCH, LINEAR_BYTES,  # per thread: rounded rows of x,
     TOTALS_OFFSET,           # and from here on totals of a product
     POOL, LAYER_BYTES,       # address; bytes of one layer, all blocks
     BLOCK_SIZE, BLOCK_BYTES, # bytes of one block in one layer

@@ -30,12 +30,14 @@ import numpy as np
 from llvmlite import ir
 from numpy.typing import NDArray
 
+from .activations import emit_encode, encode_name
 from .emit import BYTE, Body, Values, loop
 from .group_steps import emit_unpack, unpack_name
 from .groups import GROUP_FORMATS
+from .integer_steps import HELD_AS
 from .isa import FORMAT_NAMES, Isa
 from .memory import INT64, POINTER, prefetch
-from .steps import ROUNDING, Step, emit_rounding, step_of
+from .steps import ROUNDING, Step, emit_rounding, step_of, x_unit
 from .vectors import FLOATS, float_constant
 
 ARGUMENTS = (
@@ -217,20 +219,29 @@ def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
                 _TileEmitter(function, step_of(weight_format), rows, width).emit()
         if weight_format in GROUP_FORMATS:
             emit_unpack(module, weight_format)
+        if weight_format in HELD_AS:
+            emit_encode(module, weight_format)
     emit_rounding(module)
     return module
 
 
+def _other_name(weight_format: int) -> str:
+    """The function that stands beside the tiles of a format."""
+    if weight_format in GROUP_FORMATS:
+        return unpack_name(weight_format)
+    return encode_name(weight_format) if weight_format in HELD_AS else ROUNDING
+
+
 def tile_names(isa: Isa, formats: Sequence[int]) -> list[str]:
     shapes = [(f, r, widths) for f in formats for r, widths in enumerate(isa.tiles[f], start=1)]
-    unpacking = [unpack_name(f) for f in formats if f in GROUP_FORMATS]
-    return [ROUNDING, *unpacking, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
+    others = list(dict.fromkeys([ROUNDING, *(_other_name(f) for f in formats)]))
+    return [*others, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
 
 
 # Kernels find a tile at [format, rows, panels]: the address and width of the widest one that fits in `panels` panels.
 # [format, 0, 0] holds the most rows that a tile has; [format, 0, 1] the address of the function that rounds rows, or
-# that unpacks a panel of the format.
-TABLE_SHAPE = (16, 16, 16, 2)
+# that unpacks a panel of the format; [format, 0, 2] the columns and bytes of a unit of x (see `rounding`).
+TABLE_SHAPE = (32, 16, 16, 2)
 
 
 def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -> NDArray[np.int64]:
@@ -238,9 +249,8 @@ def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -
     table = np.zeros(TABLE_SHAPE, dtype=np.int64)
     for weight_format in formats:
         table[weight_format, 0, 0] = len(isa.tiles[weight_format])
-        table[weight_format, 0, 1] = addresses[
-            unpack_name(weight_format) if weight_format in GROUP_FORMATS else ROUNDING
-        ]
+        table[weight_format, 0, 1] = addresses[_other_name(weight_format)]
+        table[weight_format, 0, 2] = x_unit(weight_format)
         for rows, widths in enumerate(isa.tiles[weight_format], start=1):
             for width in reversed(widths):
                 entry = addresses[tile_name(weight_format, rows, width)], width

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -74,11 +75,17 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b), c)
 
 
-def splat_value(builder: Any, scalar: Any) -> Any:
+def splat_value(builder: Any, scalar: Any, lanes: int = LANES) -> Any:
     """All lanes = scalar (an LLVM value)."""
-    kind = ir.VectorType(scalar.type, LANES)
+    kind = ir.VectorType(scalar.type, lanes)
     single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.IntType(32)(0))
-    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), order)
+
+
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger of each pair; b where a is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def float_constant(value: float) -> Any:
@@ -139,8 +146,7 @@ def maximum(typing_context: Any, a: Any, b: Any) -> Any:
     """The larger of each pair; b where a is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a, b = arguments
-        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+        return larger(builder, *arguments)
 
     return vector(vector, vector), generate
 
@@ -168,10 +174,18 @@ def _fold(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(value, ir.IntType(32)(0))
 
 
+def lanes_sum(builder: Any, value: Any) -> Any:
+    return _fold(builder, value, builder.fadd)
+
+
+def largest_lane(builder: Any, value: Any) -> Any:
+    return _fold(builder, value, partial(larger, builder))
+
+
 @instruction
 def sum_lanes(typing_context: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _fold(builder, arguments[0], builder.fadd)
+        return lanes_sum(builder, arguments[0])
 
     return types.float32(vector), generate
 
@@ -179,7 +193,7 @@ def sum_lanes(typing_context: Any, value: Any) -> Any:
 @instruction
 def max_lanes(typing_context: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _fold(builder, arguments[0], lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+        return largest_lane(builder, arguments[0])
 
     return types.float32(vector), generate
 

@@ -84,6 +84,9 @@ class Config:
         choice("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
         "how keys and values are held; int8 has a scale per head and token, fp8 is for GPUs only",
     )
+    activations: str = option(
+        "float32", choice("float32", "int16", "int8"), "in products with quantised weights on a CPU; int8: if of 4 bits"
+    )
     products: str = option(
         "exact",
         choice("exact", "fast"),
@@ -98,9 +101,7 @@ class Config:
         512, whole(1, 1_000_000), "tokens in one step, prompt chunks and decodes together"
     )
     max_model_len: int | None = option(
-        None,
-        whole(2, 16_777_216, auto=True),
-        "tokens of a sequence, prompt and output; auto: what the model was trained for",
+        None, whole(2, 16_777_216, auto=True), "tokens of a sequence, prompt and output; auto: what the model knows"
     )
     threads: int | None = option(None, whole(1, 1024, auto=True), "threads of the CPU back end; auto: one per core")
     prefix_cache: bool = option(True, SWITCH, "keep blocks of finished sequences for prompts that begin the same way")

@@ -51,6 +51,7 @@ def _cpu_backend(config: Config, model: LoadedModel, limits: BackendLimits, prog
         limits,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        activations=config.activations,
         threads=config.threads or 0,
         progress=progress,
         model_hash=model.model_hash,

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from ...cpu_kernels import table as t
 from ...cpu_kernels.compiler import Kernels, load_kernels
+from ...cpu_kernels.integer_steps import INTEGER_PRODUCTS
 from ...cpu_kernels.isa import (
     BFLOAT16,
     BFLOAT16_DOT,
     FLOAT32,
     FORMAT_NAMES,
     GROUPED,
+    INTEGER,
     host_has_dot,
     host_has_half,
     host_isa,
@@ -37,7 +39,7 @@ from ..host_pool import PlainHostPool
 from ..keys_values import panels_as_numbers
 from ..program import Logits, Program, Weight
 from ..weights import Checkpoint
-from .program import OperationTable, PoolLayout, Workspace, rounded_inputs
+from .program import OperationTable, PoolLayout, Workspace
 from .weight_cache import WeightCache
 from .weights import WEIGHT_DTYPES, pack_weights
 
@@ -82,7 +84,8 @@ def _names(formats: Iterable[int]) -> str:
 
 class CpuBackend(PlainHostPool):
     """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int8 | int4 (see `weights.format_of`);
-    `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token). Activations are always float32.
+    `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token); `activations`: float32 | int16 |
+    int8, for products with quantised weights (see `cpu_kernels.activations`).
 
     `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
     other files). `model_hash`: what the checkpoint holds, if its packed weights shall be kept there, too.
@@ -97,6 +100,7 @@ class CpuBackend(PlainHostPool):
         *,
         dtype: str = "auto",
         kv_dtype: str = "auto",
+        activations: str = "float32",
         threads: int = 0,
         progress: Progress = _quiet,
         cache: Path | None = None,
@@ -104,6 +108,10 @@ class CpuBackend(PlainHostPool):
     ) -> None:
         if dtype not in WEIGHT_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported on the CPU; set dtype to {', '.join(WEIGHT_DTYPES)}")
+        if activations not in INTEGER_PRODUCTS:
+            known = ", ".join(INTEGER_PRODUCTS)
+            raise ValueError(f"activations {activations!r} are not known; set activations to {known}")
+        self._activations = activations
         self._kv_dtype = _kv_format(dtype, kv_dtype)
         kv = KV_FORMATS[self._kv_dtype]
         self._limits, self._config = limits, program.config
@@ -114,7 +122,7 @@ class CpuBackend(PlainHostPool):
         self._program, self._progress = program, progress
         self._kernel_cache = cache or cache_directory() / "kernels"
         self._read_as = self._wanted_read_as()
-        self._workspace = Workspace(program, limits, self._num_threads, rounded_inputs(program, self._read_as))
+        self._workspace = Workspace(program, limits, self._num_threads, self._read_as)
         self._hidden = next(op.x for op in program.ops if isinstance(op, Logits))
         self._pool: Bytes = np.zeros(0, dtype=np.uint8)
         self._batch: StepBatch | None = None
@@ -122,10 +130,9 @@ class CpuBackend(PlainHostPool):
 
     def _wanted_read_as(self) -> Mapping[Weight, int]:
         """How products shall read each matrix: as it is held, but bfloat16 by dot products where the processor has
-        them."""
-        held = self._weights.formats
-        dot = BFLOAT16_DOT if host_has_dot() else BFLOAT16
-        return {weight: dot if name == BFLOAT16 else name for weight, name in held.items()}
+        them, and codes times codes where activations are such."""
+        other = INTEGER_PRODUCTS[self._activations] | ({BFLOAT16: BFLOAT16_DOT} if host_has_dot() else {})
+        return {weight: other.get(name, name) for weight, name in self._weights.formats.items()}
 
     def _load_kernels(self) -> Kernels:
         """For the formats at hand; without dot products if those do not compute what they should."""
@@ -135,7 +142,7 @@ class CpuBackend(PlainHostPool):
         kernels = load_kernels(host_isa(), formats, self._kernel_cache, self._progress)
         if BFLOAT16_DOT in read and not dot_agrees(kernels.tiles):
             self._progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
-            self._read_as = self._weights.formats
+            self._read_as = {k: BFLOAT16 if name == BFLOAT16_DOT else name for k, name in self._read_as.items()}
         return kernels
 
     def _new_state(self, kernels: Kernels) -> NDArray[np.int64]:
@@ -186,7 +193,8 @@ class CpuBackend(PlainHostPool):
     def description(self) -> str:
         weights, kv = _names(self._weights.formats.values()), self._kv_dtype
         dot = " with dot products" if BFLOAT16_DOT in self._read_as.values() else ""
-        return f"cpu, {host_isa().name} kernels{dot}, {weights} weights, {kv} KV, {self._num_threads} threads"
+        codes = f", {self._activations} activations" if set(self._read_as.values()) & set(INTEGER) else ""
+        return f"cpu, {host_isa().name} kernels{dot}, {weights} weights{codes}, {kv} KV, {self._num_threads} threads"
 
     @property
     def kv_layout(self) -> str:

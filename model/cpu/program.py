@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from ...cpu_kernels import packing
 from ...cpu_kernels import table as t
 from ...cpu_kernels.attention import partial_bytes, prefix_bytes, scratch_bytes
-from ...cpu_kernels.isa import BFLOAT16, BFLOAT16_DOT
+from ...cpu_kernels.isa import BFLOAT16, FLOAT32
 from ...cpu_kernels.kv_formats import KvFormat
 from ...cpu_kernels.linear import BLOCK_ROWS, STRETCH
 from ...cpu_kernels.packing import round_up
 from ...cpu_kernels.plan import SPLIT, UNIT_BYTES
 from ...cpu_kernels.sampling import scratch_floats
+from ...cpu_kernels.steps import x_unit
 from ..backend import BackendLimits
 from ..config import ModelConfig
 from ..host_memory import Bytes, Layout, map_bytes
@@ -87,37 +88,43 @@ def row_stride(width: int) -> int:
     return ((width + 15) // 16 | 1) * 64
 
 
-def rounded_bytes(columns: int) -> int:
-    """Bytes of a row rounded to bfloat16: see `cpu_kernels.rounding`."""
-    return round_up(columns, 32) * 2
+def rounded_bytes(columns: int, read_as: int) -> int:
+    """Bytes of a row in the form that products of a format read: see `cpu_kernels.rounding`."""
+    unit_columns, unit_bytes = x_unit(read_as)
+    return -(-columns // unit_columns) * unit_bytes
 
 
-def rounded_inputs(program: Program, read_as: Mapping[Weight, int]) -> frozenset[str]:
-    """Buffers that dot products read and whose writers all can round what they write."""
+def rounded_inputs(program: Program, read_as: Mapping[Weight, int]) -> dict[str, int]:
+    """Buffers that products read in another form than float32, and whose writers all can make it: the first such
+    product's format for each. (A product that reads another form rounds for itself.)"""
     config = program.config
     whole_heads = (
         config.queries_per_kv_head * config.head_dim % 32 == 0
     )  # an attention unit rounds 32 columns at a time
-    products = [op for op in program.ops if isinstance(op, Linear | Logits)]
-    read = {op.x.name for op in products if read_as[op.weight] == BFLOAT16_DOT}
+    read: dict[str, int] = {}
+    for op in program.ops:
+        if isinstance(op, Linear | Logits) and x_unit(read_as[op.weight])[0] > 1:
+            read.setdefault(op.x.name, read_as[op.weight])
     for op in program.ops:
         out = getattr(op, "out", None)
         rounds = isinstance(op, RmsNorm | GatedActivation) or (isinstance(op, PagedAttention) and whole_heads)
         if out is not None and not rounds:
-            read.discard(out.name)
-    return frozenset(read)
+            read.pop(out.name, None)
+    return read
 
 
 class Workspace:
     """Every byte that a step writes besides the pool: buffers, rotary tables, plan, partial results, scratch.
 
     Buffers of logit rows have as many rows as a step has tokens, but the logits themselves only `logit_chunk`: the
-    vocabulary product and sampling go through the rows in chunks. `rounded`: a bfloat16 copy beside each buffer that
-    dot products read (`rounded_inputs`).
+    vocabulary product and sampling go through the rows in chunks. Beside each buffer of `rounded_inputs` there is a
+    copy in the form that products read.
     """
 
-    def __init__(self, program: Program, limits: BackendLimits, num_threads: int, rounded: frozenset[str]) -> None:
-        config, layout = program.config, Layout()
+    def __init__(
+        self, program: Program, limits: BackendLimits, num_threads: int, read_as: Mapping[Weight, int]
+    ) -> None:
+        config, layout, rounded = program.config, Layout(), rounded_inputs(program, read_as)
         self.max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.logit_chunk = min(self.max_rows, limits.max_num_seqs)
         logits = {op.out.name for op in program.ops if isinstance(op, Logits)}
@@ -127,7 +134,7 @@ class Workspace:
             rows = self.logit_chunk if buffer.name in logits else self.max_rows
             offsets[buffer.name] = layout.reserve(rows * self.strides[buffer.name])
         copies = {
-            buffer.name: layout.reserve(self.max_rows * rounded_bytes(buffer.width))
+            buffer.name: layout.reserve(self.max_rows * rounded_bytes(buffer.width, rounded[buffer.name]))
             for buffer in program.buffers
             if buffer.name in rounded
         }
@@ -143,7 +150,7 @@ class Workspace:
         self.scratch_bytes = round_up(scratch_bytes(group, head_width), 64)
         self.sampling_floats = scratch_floats(config.vocab_size)
         longest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
-        self.totals_offset = BLOCK_ROWS * rounded_bytes(longest)
+        self.totals_offset = BLOCK_ROWS * max(rounded_bytes(longest, number) for number in read_as.values())
         self.linear_bytes = self.totals_offset + BLOCK_ROWS * MAX_UNIT_PANELS * 64
         max_units = self.max_rows * config.num_kv_heads + divided_tiles * max_splits
         parts = [
@@ -162,7 +169,7 @@ class Workspace:
         self.memory: Bytes = map_bytes(layout.size, "the workspace", "lower max_num_batched_tokens or max_num_seqs")
         start = self.memory.ctypes.data
         self.addresses = {name: start + offset for name, offset in offsets.items()}
-        self.rounded = {name: start + offset for name, offset in copies.items()}
+        self.rounded = {name: (start + offset, rounded[name]) for name, offset in copies.items()}
         self.units, self.partials, self.arrivals, *shared = (start + part for part in parts)
         self.shared_units, self.prefixes, *scratch = shared
         self.scratch, self.sampling_scratch, self.linear_scratch = scratch
@@ -239,7 +246,8 @@ class OperationTable:
         address, stride = self._workspace.addresses[buffer.name], self._workspace.strides[buffer.name]
         kind = t.TOKEN_ROWS if buffer.rows == "tokens" else t.LOGIT_ROWS
         words = {t.OUT: address, t.OUT_STRIDE: stride, t.WIDTH: buffer.width, t.ROWS_KIND: kind}
-        return words | {t.ROUNDED_OUT: self._workspace.rounded.get(buffer.name, 0)}
+        copy, form = self._workspace.rounded.get(buffer.name, (0, FLOAT32))
+        return words | {t.ROUNDED_OUT: copy, t.ROUNDED_AS: form}
 
     def _matrix(self, weight: Weight, read_as: int) -> Words:
         weight_format = self._weights.formats[weight]
@@ -264,8 +272,9 @@ class OperationTable:
     def _product(self, op: Linear | Logits) -> Words:
         read_as = self._read_as[op.weight]
         words = self._matrix(op.weight, read_as) | self._input(op.x) | self._output(op.out)
-        if read_as == BFLOAT16_DOT and op.x.name in self._workspace.rounded:
-            words |= {t.X: self._workspace.rounded[op.x.name], t.X_STRIDE: rounded_bytes(op.x.width), t.X_ROUNDED: 1}
+        copy, form = self._workspace.rounded.get(op.x.name, (0, FLOAT32))
+        if copy and x_unit(read_as) == x_unit(form):
+            words |= {t.X: copy, t.X_STRIDE: rounded_bytes(op.x.width, form), t.X_ROUNDED: 1}
         return {t.OPCODE: t.LINEAR} | words
 
     def _linear(self, op: Linear) -> Words:

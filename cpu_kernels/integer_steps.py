@@ -1,0 +1,185 @@
+"""Products of codes: panels in groups (see `groups`) times activations in groups of codes (see `activations`).
+
+With w = scale * code + least for the weights and x = step * number for the activations, a group adds
+
+    scale * step * sum(code * number) + least * step * sum(number)
+
+to a sum. The sums of codes are exact integers, which any processor and any order gives; what is added in float32 is one
+multiply-add for each of the two terms, group after group. A vector of words of 32 bits holds two numbers of 16 bits, or
+four of 8, of each column: whole words are masked, and one instruction multiplies and adds what lies in a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from .activations import CodeForm, form_of
+from .emit import BYTE, Values, loop
+from .group_steps import group_scales
+from .groups import GROUP_FORMATS, GroupFormat
+from .isa import (
+    INT4,
+    INT4_K,
+    INT4_K_X8,
+    INT4_K_X16,
+    INT4_X8,
+    INT4_X16,
+    INT8,
+    INT8_K,
+    INT8_K_X16,
+    INT8_X16,
+    host_pair_bits,
+)
+from .memory import INT64
+from .vectors import FLOATS, LANES, multiply_add, splat_value
+
+HALF, WORD, FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+HELD_AS = {  # how the panels lie that each format reads
+    INT8_X16: INT8,
+    INT4_X16: INT4,
+    INT8_K_X16: INT8_K,
+    INT4_K_X16: INT4_K,
+    INT4_X8: INT4,
+    INT4_K_X8: INT4_K,
+}
+
+# How products read panels of codes, by how activations are held; what is missing is read as it is, in float32.
+INTEGER_PRODUCTS: dict[str, dict[int, int]] = {
+    "float32": {},
+    "int16": {INT8: INT8_X16, INT4: INT4_X16, INT8_K: INT8_K_X16, INT4_K: INT4_K_X16},
+    "int8": {INT8: INT8_X16, INT4: INT4_X8, INT8_K: INT8_K_X16, INT4_K: INT4_K_X8},
+}
+
+
+def halves(words: int) -> ir.Type:
+    """A vector of `words` words, as numbers of 16 bits."""
+    return ir.VectorType(HALF, 2 * words)
+
+
+def integers(words: int) -> ir.Type:
+    return ir.VectorType(WORD, words)
+
+
+def constant(kind: ir.Type, value: int) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+# -- the two instructions ---------------------------------------------------------------------------------------------
+
+
+def add_pairs(builder: Any, a: Any, b: Any, words: int) -> Any:
+    """Signed numbers of 16 bits: a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in every word (VPMADDWD)."""
+    name = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}.get(words)
+    if host_pair_bits() and name:
+        return _call(builder, name, integers(words), a, b)
+    a, b = builder.bitcast(a, integers(words)), builder.bitcast(b, integers(words))
+    sixteen = constant(integers(words), 16)
+    low = builder.mul(*(builder.ashr(builder.shl(side, sixteen), sixteen) for side in (a, b)))
+    return builder.add(low, builder.mul(builder.ashr(a, sixteen), builder.ashr(b, sixteen)))
+
+
+def add_byte_pairs(builder: Any, a: Any, b: Any, words: int) -> Any:
+    """a unsigned, b signed bytes: the same, in numbers of 16 bits that must hold the sum (VPMADDUBSW)."""
+    kind = ir.VectorType(ir.IntType(8), 4 * words)
+    name = {16: "llvm.x86.avx512.pmaddubs.w.512", 8: "llvm.x86.avx2.pmadd.ub.sw"}.get(words)
+    if host_pair_bits() and name:
+        return _call(builder, name, halves(words), builder.bitcast(a, kind), builder.bitcast(b, kind))
+    eight = constant(halves(words), 8)
+    low = builder.mul(builder.and_(a, constant(halves(words), 255)), builder.ashr(builder.shl(b, eight), eight))
+    return builder.add(low, builder.mul(builder.lshr(a, eight), builder.ashr(b, eight)))
+
+
+def _call(builder: Any, name: str, result: ir.Type, a: Any, b: Any) -> Any:
+    kind = ir.FunctionType(result, [a.type, b.type])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [a, b])
+
+
+# -- a step of a tile -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _IntegerStep:
+    """Writes one group's part of the sums of a tile. The 16 columns are `parts` vectors of `words` words."""
+
+    builder: Any
+    group: GroupFormat
+    form: CodeForm
+    panels: Values
+    xs: Values
+    words: int
+    parts: int
+
+    def at(self, pointer: Any, offset: int) -> Any:
+        return self.builder.gep(pointer, [INT64(offset)], source_etype=BYTE)
+
+    def emit(self, sums: list[Values]) -> list[Values]:
+        builder, width = self.builder, len(self.panels)
+        counted = self.code_sums()
+        scales = [group_scales(builder, self.group, panel) for panel in self.panels]
+        out = []
+        for r, (row, x) in enumerate(zip(sums, self.xs, strict=True)):
+            step, number_sum = (
+                splat_value(builder, builder.load(self.at(x, self.form.codes_bytes + offset), align=4, typ=FLOAT))
+                for offset in (0, 4)
+            )
+            added = []
+            for total, count, (scale, least) in zip(row, counted[r * width : (r + 1) * width], scales, strict=True):
+                total = multiply_add(builder, count, builder.fmul(scale, step), total)
+                added.append(multiply_add(builder, least, number_sum, total))
+            out.append(added)
+        return out
+
+    def code_sums(self) -> Values:
+        """sum(code * number) of each row and panel, as float32 vectors."""
+        builder, is_bytes = self.builder, self.form.bits == 8
+        zero = constant(halves(self.words) if is_bytes else integers(self.words), 0)
+        zeros = [zero] * (len(self.xs) * len(self.panels) * self.parts)
+        sums = loop(builder, INT64(self.group.words), zeros, self.word)
+        if is_bytes:  # a half has summed 16 products of at most 15 * 127: just what it can hold
+            sums = [add_pairs(builder, total, constant(halves(self.words), 1), self.words) for total in sums]
+        whole = [self.joined(sums[i : i + self.parts]) for i in range(0, len(sums), self.parts)]
+        return [builder.sitofp(total, FLOATS) for total in whole]
+
+    def word(self, index: Any, sums: Sequence[Any]) -> Values:
+        """Add the products of word `index` of all columns, one place after the other."""
+        builder, out = self.builder, list(sums)
+        columns = [builder.gep(panel, [builder.mul(index, INT64(64))], source_etype=BYTE) for panel in self.panels]
+        places = [self.at(column, 4 * self.words * part) for column in columns for part in range(self.parts)]
+        raw = [builder.load(place, align=4, typ=halves(self.words)) for place in places]
+        numbers = [builder.gep(x, [builder.mul(index, INT64(4))], source_etype=BYTE) for x in self.xs]
+        multiply = add_byte_pairs if self.form.bits == 8 else add_pairs
+        for place in range(self.form.bits // self.group.bits):
+            codes = [self.codes(value, place) for value in raw]
+            for r, pointer in enumerate(numbers):
+                word = builder.load(self.at(pointer, 4 * self.group.words * place), align=4, typ=WORD)
+                lanes = builder.bitcast(splat_value(builder, word, self.words), halves(self.words))
+                for i, code in enumerate(codes, start=r * len(codes)):
+                    out[i] = builder.add(out[i], multiply(builder, code, lanes, self.words))
+        return out
+
+    def codes(self, raw: Any, place: int) -> Any:
+        """The codes at a place of each number of 16 (or 8) bits, alone."""
+        shift, mask = self.group.bits * place, (1 << self.group.bits) - 1
+        if self.form.bits == 8:
+            mask |= mask << 8
+        value = self.builder.lshr(raw, constant(halves(self.words), shift)) if shift else raw
+        return value if 0xFFFF >> shift == mask else self.builder.and_(value, constant(halves(self.words), mask))
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """All columns as one vector."""
+        while len(parts) > 1:
+            order = ir.Constant(integers(2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+            pairs = zip(parts[0::2], parts[1::2], strict=True)
+            parts = [self.builder.shuffle_vector(low, high, order) for low, high in pairs]
+        return parts[0]
+
+
+def integer_step(builder: Any, read_as: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
+    """sums[r][p] += x[r, k] * w[p, k] for the k of one group; `xs` point to groups of activations in codes."""
+    words = (host_pair_bits() or 32 * LANES) // 32
+    group, form = GROUP_FORMATS[HELD_AS[read_as]], form_of(read_as)
+    return _IntegerStep(builder, group, form, panels, xs, words, LANES // words).emit(sums)
