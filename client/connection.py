@@ -82,19 +82,28 @@ class Connection:
     def wait(self, ready: Callable[[], T | None], timeout_s: float, field: str, what: str) -> T:
         """The first value that `ready` returns, or what it raises. It is called with the core held, first at once and
         then whenever something changed. Raises Timeout naming `field` and `what` was waited for."""
+        try:
+            with self._changed:
+                value = ready()
+                if value is None:
+                    value = self._wait_for(ready, timeout_s, field, what)
+                if self.core.has_output:
+                    self._pump_for_others()
+                return value
+        finally:
+            self._settle_dropped()
+
+    def _wait_for(self, ready: Callable[[], T | None], timeout_s: float, field: str, what: str) -> T:
         deadline = time.monotonic() + timeout_s
-        with self._held():
-            while (value := ready()) is None:
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    raise Timeout(f"waited {timeout_s:g} s for {what}", field=field)
-                if self._driving:
-                    self._changed.wait(remaining_s)
-                else:
-                    self._drive(remaining_s)
-            if self.core.has_output:
-                self._pump_for_others()
-            return value
+        while (value := ready()) is None:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise Timeout(f"waited {timeout_s:g} s for {what}", field=field)
+            if self._driving:
+                self._changed.wait(remaining_s)
+            else:
+                self._drive(remaining_s)
+        return value
 
     def drop(self, stream: StreamState) -> None:
         """Cancel a stream that nobody reads any more. The garbage collector calls this, in any thread at any time, so

@@ -15,7 +15,7 @@ TAIL_TOKEN_ID = -1
 """`token_id` of an event that brings only text: what was held back when a sequence was cut short."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as there is one for every token: that would take five times as long to make
 class TokenEvent:
     """One generated token. `text` is what it added: the texts of a sample's events, joined, are its whole text."""
 
