@@ -103,7 +103,7 @@ def test_a_session_begins() -> None:
     core.connected()
     assert core.state is State.GREETING
     hello = said(core)[0]
-    assert (hello.client_name, hello.versions) == ("name", (1,))
+    assert (hello.client_name, hello.versions) == ("name", (2, 1))
     arrive(core, Welcome(1, 1, "s", "model", LIMITS, b"t" * 32))
     assert core.state is State.TYING
     assert bytes(core.lifeline_outbox) == encode_frame(FrameKind.TOKEN, b"t" * 32)
@@ -129,8 +129,8 @@ def test_a_refused_hello_is_told() -> None:
 def test_another_version_is_refused() -> None:
     core = Core()
     core.connected()
-    with pytest.raises(Unsupported, match="protocol 2"):
-        arrive(core, Welcome(1, 2, "s", "model", LIMITS))
+    with pytest.raises(Unsupported, match="protocol 3"):
+        arrive(core, Welcome(1, 3, "s", "model", LIMITS))
 
 
 def test_a_refused_lifeline_is_told() -> None:
