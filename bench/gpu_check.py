@@ -33,6 +33,7 @@ BUDGETS = {  # seconds
     "prefill": 40,
     "launches": 20,
     "steps": 130,
+    "swap": 25,
     "daemon": 100,
 }
 DRY_PATIENCE = 10  # times the budgets, for an interpreter on a machine with other work

@@ -29,7 +29,7 @@ from kvpool.model.cuda.backend import CudaBackend
 from kvpool.model.cuda.flight import following
 from kvpool.model.cuda.staging import Mirror
 from kvpool.model.families import build_program
-from kvpool.model.program import Linear, Logits
+from kvpool.model.program import Linear, Logits, Program
 
 
 @dataclass(slots=True)
@@ -232,21 +232,27 @@ MODELS = {  # vocab, hidden, intermediate, layers, heads, kv heads, head dim
 }
 
 
+def model(ask: Ask, name: str, sequences: int, num_blocks: int) -> tuple[Program, BackendLimits, CudaBackend]:
+    """A model of random weights on the card, for steps of so many sequences at most."""
+    vocab, hidden, wide, layers, heads, kv_heads, head_dim = MODELS[name]
+    tied = name == "Qwen2.5-0.5B"
+    config = ModelConfig("llama", vocab, hidden, wide, layers, heads, kv_heads, head_dim, 4096,
+                         attention_bias=tied, tie_word_embeddings=tied)  # fmt: skip
+    program = build_program(config)
+    limits = BackendLimits(BLOCK_SIZE, sequences, max(sequences, 16), 64 if ask.dry else 1024)
+    card = Bed(True).card if ask.dry else None
+    backend = CudaBackend(program, TiledCheckpoint(program), limits, dtype="bfloat16", device=card)
+    backend.allocate_pool(num_blocks)
+    if ask.dry:  # the interpreter refuses to read a context that nobody wrote; a card finds zeros
+        backend.write_blocks(range(num_blocks), np.zeros((num_blocks, backend.block_bytes), np.uint8))
+    return program, limits, backend
+
+
 def steps(ask: Ask) -> Iterator[Row]:
     """Whole decode steps of random weights beside the time that reading the weights alone takes."""
     context = 17 if ask.dry else 497  # the first of its block: the back end launches the next 15 steps ahead
     for name, batches in [("tiny", (2,))] if ask.dry else [("Qwen2.5-0.5B", BATCHES), ("Llama-3-8B", BATCHES)]:
-        vocab, hidden, wide, layers, heads, kv_heads, head_dim = MODELS[name]
-        tied = name == "Qwen2.5-0.5B"
-        config = ModelConfig("llama", vocab, hidden, wide, layers, heads, kv_heads, head_dim, 4096,
-                             attention_bias=tied, tie_word_embeddings=tied)  # fmt: skip
-        program = build_program(config)
-        limits = BackendLimits(BLOCK_SIZE, max(batches), max(*batches, 16), 64 if ask.dry else 1024)
-        card = Bed(True).card if ask.dry else None
-        backend = CudaBackend(program, TiledCheckpoint(program), limits, dtype="bfloat16", device=card)
-        backend.allocate_pool(num_blocks := max(batches) * -(-context // BLOCK_SIZE))
-        if ask.dry:  # the interpreter refuses to read a context that nobody wrote; a card finds zeros
-            backend.write_blocks(range(num_blocks), np.zeros((num_blocks, backend.block_bytes), np.uint8))
+        program, limits, backend = model(ask, name, max(batches), max(batches) * -(-context // BLOCK_SIZE))
         floor_bytes = 2 * sum(op.weight.rows * op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
         for count in batches:
             taken = decode_seconds(backend, step(count, 1, context), limits, ask.dry)
@@ -256,12 +262,38 @@ def steps(ask: Ask) -> Iterator[Row]:
         backend.close()
 
 
-def decode_seconds(backend: CudaBackend, first: StepBatch, limits: BackendLimits, dry: bool) -> float:
+def swap(ask: Ask) -> Iterator[Row]:
+    """Blocks to page-locked memory and back, and decode steps beside which they travel."""
+    name, sequences, context, moved = ("tiny", 2, 17, 3) if ask.dry else ("Qwen2.5-0.5B", 64, 497, 64)
+    used = sequences * -(-context // BLOCK_SIZE)
+    _, limits, backend = model(ask, name, sequences, used + moved)
+    blocks, slots = range(used, used + moved), range(moved)
+    backend.allocate_host(moved)
+    for way, move in (("out", lambda: backend.swap_out(blocks, slots)), ("in", lambda: backend.swap_in(slots, blocks))):
+        for _ in range(1 if ask.dry else 10):
+            move()
+        backend.read_blocks([0])  # waits for what came in
+        backend.read_host([0])  # and for what went out
+        count, taken = backend.take_swap_times()
+        rate = math.nan if ask.dry else count * backend.block_bytes / taken / 1e9
+        yield Row("swap", f"{moved} blocks {way}", figure(rate), "GB/s")
+    first = step(sequences, 1, context)
+    alone = decode_seconds(backend, first, limits, ask.dry)
+    beside = decode_seconds(backend, first, limits, ask.dry, lambda: backend.swap_out(blocks, slots))
+    for case, taken in ((f"{name}, batch {sequences}", alone), (f"the same, {moved} blocks out beside each", beside)):
+        yield Row("swap", case, figure(taken * 1e3), "ms a step")
+    backend.close()
+
+
+def decode_seconds(
+    backend: CudaBackend, first: StepBatch, limits: BackendLimits, dry: bool, between: Callable[[], None] = lambda: None
+) -> float:
     """Seconds of a step, from one to the next, as the daemon would ask for them: the best of three stretches."""
 
     def stretch() -> None:
         batch = first
         while True:
+            between()
             backend.launch(batch)
             tokens = backend.collect().tokens
             after = following(batch, limits.block_size)
@@ -283,4 +315,5 @@ MEASURED: dict[str, Callable[[Ask], Iterator[Row]]] = {
     "prefill": prefill,
     "launches": launches,
     "steps": steps,
+    "swap": swap,
 }

@@ -44,5 +44,5 @@ def test_every_section_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     status, result, out = check(tmp_path, capsys)
     assert status == 0, out
     assert {row["section"] for row in result["rows"]} == set(gpu_check.BUDGETS)  # type: ignore[attr-defined]
-    measured = ("ceilings", "decode", "prefill", "launches", "steps")
+    measured = ("ceilings", "decode", "prefill", "launches", "steps", "swap")
     assert all(row["value"] is None for row in result["rows"] if row["section"] in measured)  # type: ignore[attr-defined]
