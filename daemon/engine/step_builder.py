@@ -40,8 +40,7 @@ class StepBuilder:
         self._presence_penalty: Float32 = np.zeros(slots, dtype=np.float32)
         self._frequency_penalty: Float32 = np.zeros(slots, dtype=np.float32)
         self._with_lists: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # has penalties, bias, bans or a mask
-        self._collects: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # something of its prompt is to be told
-        self._with_hidden: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # outputs of layers are
+        self._tells: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)  # of its prompt, or of layers
         self._with_logits: NDArray[np.bool_] = np.zeros(slots, dtype=np.bool_)
         self._prompt_rows: list[PromptRows] = []  # of the step that was built last
         self._layer_rows: list[LayerRows] = []
@@ -72,13 +71,13 @@ class StepBuilder:
         blocks, offsets = np.divmod(positions, self._block_size)
         widest = -(-int(seq_lens.max()) // self._block_size)
         logit_rows = query_start[1:][row_chunks] - np.int32(1)
-        self._prompt_rows = []
-        if self._collects[slots].any():
+        self._prompt_rows, self._layer_rows = [], []
+        if self._tells[slots].any():
+            self._layer_rows = _layer_rows(chunks)
             self._prompt_rows = _prompt_rows(chunks, len(logit_rows))
             for rows in self._prompt_rows:
                 row_chunks = np.append(row_chunks, np.full(len(rows.positions), rows.chunk))
                 logit_rows = np.append(logit_rows, query_start[rows.chunk] - starts[rows.chunk] + rows.positions)
-        self._layer_rows = _layer_rows(chunks) if self._with_hidden[slots].any() else []
         self._layers = tuple(sorted({layer for rows in self._layer_rows for layer in rows.states.layers}))
         layer_rows = [query_start[rows.chunk] - starts[rows.chunk] + rows.positions for rows in self._layer_rows]
         return StepBatch(
@@ -154,8 +153,7 @@ class StepBuilder:
         self._frequency_penalty[slot] = params.frequency_penalty
         self._with_lists[slot] = not sample.is_plain
         self._with_logits[slot] = sample.request.want_logits
-        self._collects[slot] = sample.collector is not None
-        self._with_hidden[slot] = sample.hidden is not None
+        self._tells[slot] = sample.collector is not None or sample.hidden is not None
 
     def _sampling(self, chunks: list[Chunk], slots: Int64) -> SamplingBatch:
         batch = SamplingBatch(
