@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.model.quantised import NEAREST, nearest_codes
 from tests.ptx import Counters, Device
 from tests.support.cuda_attention import decode_attention, make_batch, prefill_attention
 from tests.support.cuda_rooms import (
@@ -157,7 +158,8 @@ def product(rows: int, outputs: int, width: int, packing: str = "") -> Counted:
     numbers = random.normal(0, 0.1, (outputs, width)).astype(np.float32)
     wide, columns = skinny_matmul.tile(rows)
     if packing:
-        packed = [each.view(np.uint32) for each in weight_formats.pack(weight_formats.quantise(numbers, packing))]
+        codes = nearest_codes(numbers, NEAREST[packing])
+        packed = [each.view(np.uint32) for each in weight_formats.pack(codes.codes, codes.scale, codes.least)]
         kernel, wide = quantised_matmul.quantised_matmul(packing, "bfloat16", columns), 1
     else:
         packed = [stored(numbers, "bfloat16")]

@@ -15,7 +15,6 @@ finds its part of a tile in one or two 16-byte words. With g = lane / 4 and c = 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,56 +23,6 @@ from numpy.typing import NDArray
 GROUP = 32
 TILE_ROWS, TILE_COLS = 16, 64
 NAMES = ("int8", "int4")
-GGUF_KINDS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_1")}  # whose codes are these
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """A matrix (N, K) in groups: codes (N, K) int8 or uint8, scale and least (N, K / 32) float16, K filled up to 32."""
-
-    codes: NDArray[Any]
-    scale: NDArray[np.float16]
-    least: NDArray[np.float16] | None = None
-
-    def values(self) -> NDArray[np.float64]:
-        """(N, K): what the codes stand for."""
-        groups = self.codes.reshape(*self.scale.shape, GROUP).astype(np.float64) * self.scale[..., None]
-        if self.least is not None:
-            groups = groups + self.least[..., None].astype(np.float64)
-        return groups.reshape(self.codes.shape)
-
-
-def quantise(values: NDArray[np.float32], name: str) -> Quantised:
-    """The nearest codes of a float32 matrix (N, K)."""
-    filled = np.pad(values, ((0, 0), (0, -values.shape[1] % GROUP)))
-    groups = filled.reshape(len(values), -1, GROUP)
-    if name == "int8":
-        scale = (np.abs(groups).max(axis=-1) / 127).astype(np.float16)
-        codes = np.rint(groups / _nonzero(scale)).clip(-127, 127).astype(np.int8)
-        return Quantised(codes.reshape(filled.shape), scale)
-    least = groups.min(axis=-1).astype(np.float16)
-    scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
-    codes = np.rint((groups - least[..., None]) / _nonzero(scale)).clip(0, 15).astype(np.uint8)
-    return Quantised(codes.reshape(filled.shape), scale, least)
-
-
-def _nonzero(scale: NDArray[np.float16]) -> NDArray[np.float32]:
-    return np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
-
-
-def from_gguf(kind: str, data: NDArray[np.uint8]) -> Quantised | None:
-    """The codes of GGUF blocks (N, bytes of a row) as they are; None for kinds that other codes must stand for."""
-    blocks_of = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
-    if kind not in blocks_of:
-        return None
-    blocks = data.reshape(len(data), -1, blocks_of[kind])
-    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
-    if kind == "Q8_0":
-        return Quantised(np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(len(data), -1), scale)
-    nibbles = blocks[..., -16:]
-    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).reshape(len(data), -1)
-    least = -8 * scale if kind == "Q4_0" else np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]
-    return Quantised(codes, scale, least)
 
 
 def packed_bytes(name: str, rows: int, cols: int) -> tuple[int, int]:
@@ -82,11 +31,16 @@ def packed_bytes(name: str, rows: int, cols: int) -> tuple[int, int]:
     return (tiles * 512, tiles * 128) if name == "int4" else (tiles * 1024, tiles * 64)
 
 
-def pack(matrix: Quantised) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Codes and scales as the module's text says, as bytes."""
-    codes = _tiles(matrix.codes, 2, GROUP).reshape(-1, 2, 8, 2, 4, 8)  # tile, row / 8, g, half, c, column
-    scale = _tiles(matrix.scale, 2, 1).reshape(-1, 2, 8, 2)  # tile, row / 8, g, half
-    if matrix.least is None:
+def pack(
+    codes: NDArray[np.uint8], scale: NDArray[Any], least: NDArray[Any] | None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Codes (N, K) with scale and least (N, K / 32) as the module's text says, as bytes. Codes count from 0: with no
+    least, 128 stands for zero, and they become int8 here; else they have 4 bits."""
+    if least is None:
+        codes = (codes ^ 0x80).view(np.int8)
+    codes = _tiles(codes, 2, GROUP).reshape(-1, 2, 8, 2, 4, 8)  # tile, row / 8, g, half, c, column
+    scale = _tiles(scale.astype(np.float16), 2, 1).reshape(-1, 2, 8, 2)  # tile, row / 8, g, half
+    if least is None:
         return (
             np.ascontiguousarray(codes.transpose(0, 3, 2, 4, 1, 5)).reshape(-1).view(np.uint8),
             np.ascontiguousarray(scale.transpose(0, 2, 1, 3)).reshape(-1).view(np.uint8),
@@ -94,7 +48,7 @@ def pack(matrix: Quantised) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     nibbles = codes.transpose(0, 2, 4, 3, 1, 5).astype(np.uint32)  # tile, g, c, half, row / 8, column
     shifts = np.array([4 * (column // 2 + 4 * (column % 2)) for column in range(8)], np.uint32)
     words = np.bitwise_or.reduce(nibbles << shifts, axis=-1)
-    both = np.stack([scale, _tiles(matrix.least, 2, 1).reshape(-1, 2, 8, 2)], axis=-1)
+    both = np.stack([scale, _tiles(least.astype(np.float16), 2, 1).reshape(-1, 2, 8, 2)], axis=-1)
     return words.reshape(-1).view(np.uint8), np.ascontiguousarray(both.transpose(0, 2, 3, 1, 4)).reshape(-1).view(
         np.uint8
     )

@@ -1,4 +1,4 @@
-"""Matrices as codes in groups: GGUF's blocks taken over as they are, and float32 rounded to the nearest codes.
+"""Matrices as codes in groups, for every back end: GGUF's blocks as they are, and float32 rounded to the nearest codes.
 
 The codes are those of `cpu_kernels.groups`: w = scale * code + least with code >= 0. Block layouts are GGML's
 (ggml-quants.h); what is taken over stands for exactly the numbers of GGML's own dequantisation.
@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 
 from ..cpu_kernels.groups import GROUP_FORMATS, Codes
 from ..cpu_kernels.isa import INT4, INT4_K, INT8, INT8_K
+from .program import Weight
+from .weights import Checkpoint, check_weight
+
+NEAREST = {"int8": INT8, "int4": INT4}
+"""The formats that float32 can be rounded to, by the names that `dtype` has for them."""
 
 Blocks = NDArray[np.uint8]  # (N, blocks, bytes of one)
 
@@ -121,8 +126,26 @@ def gguf_codes(kind: str, data: NDArray[np.uint8]) -> Codes:
     return convert(data.reshape(len(data), -1, block_bytes))
 
 
+def load_codes(checkpoint: Checkpoint, weight: Weight, weight_format: int) -> Codes:
+    """A matrix in codes of `weight_format`: the file's own where they fit, else the nearest."""
+    check_weight(checkpoint, weight)
+    parts = []
+    for name in weight.names:
+        raw = checkpoint.raw(name)
+        held = GGUF[raw.kind][1] if raw.kind in GGUF else None
+        if held is not None and (held == weight_format or weight_format in (INT8_K, INT4_K)):
+            codes = gguf_codes(raw.kind, raw.data)
+            parts.append(codes if held == weight_format else widen(codes, weight_format, held))
+        else:
+            parts.append(nearest_codes(checkpoint.load(name).reshape(-1, weight.cols), weight_format))
+    return joined(parts)
+
+
 def nearest_codes(values: NDArray[np.float32], weight_format: int) -> Codes:
-    """The nearest codes of a float32 matrix (N, K), K whole groups: INT8 around zero, INT4 from least to largest."""
+    """The nearest codes of a float32 matrix (N, K): INT8 around zero, INT4 from least to largest. K is filled up with
+    zeros to whole groups."""
+    if missing := -values.shape[1] % GROUP_FORMATS[weight_format].size:
+        values = np.pad(values, ((0, 0), (0, missing)))
     rows = max(1, (1 << 20) // values.shape[1])  # of about 4 MiB, so that temporaries stay small
     parts = [_nearest(values[first : first + rows], weight_format) for first in range(0, len(values), rows)]
     return joined(parts)

@@ -10,8 +10,10 @@ import pytest
 
 from kvpool.model.backend import BackendLimits
 from kvpool.model.program import Program
+from kvpool.model.quantised import NEAREST, nearest_codes
 from tests.support.cuda_card import Card, TwinCard
-from tests.support.cuda_rooms import layout, weight_formats
+from tests.support.cuda_rooms import layout
+from tests.support.cuda_twins import code_values
 from tests.support.numpy_backend import NumpyBackend
 from tests.support.random_checkpoint import RandomCheckpoint
 from tests.support.real_card import backend_card, fresh, interpreter_only
@@ -312,7 +314,8 @@ class Rounded(RandomCheckpoint):
         values = super().load(name)
         if values.ndim == 1:
             return values
-        return weight_formats.quantise(values, self._packing).values()[:, : values.shape[1]].astype(np.float32)
+        codes = nearest_codes(values, NEAREST[self._packing])
+        return code_values(codes)[:, : values.shape[1]].astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...cpu_kernels import packing
-from ...cpu_kernels.groups import GROUP_FORMATS, Codes, pack_codes
+from ...cpu_kernels.groups import GROUP_FORMATS, pack_codes
 from ...cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT4_K, INT8, INT8_K
 from ...cpu_kernels.packing import round_up
 from ..backend import Progress
 from ..host_memory import Bytes, Layout, map_bytes
 from ..program import Embed, Linear, Logits, Program, Weight
-from ..quantised import GGUF, gguf_codes, joined, nearest_codes, widen
-from ..weights import Checkpoint, check_weight, load_weight
+from ..quantised import GGUF, load_codes
+from ..weights import Checkpoint, load_weight
 from .weight_cache import WeightCache, cache_name
 
 # What `dtype` may say, and how matrices are held then unless the file holds codes of that width: see `format_of`.
@@ -53,21 +53,6 @@ def format_of(checkpoint: Checkpoint, weight: Weight, dtype: str) -> int:
     if wanted in GROUP_FORMATS and weight.cols % GROUP_FORMATS[wanted].size:
         return BFLOAT16
     return wanted
-
-
-def load_codes(checkpoint: Checkpoint, weight: Weight, weight_format: int) -> Codes:
-    """A matrix in codes of `weight_format`: the file's own where they fit, else the nearest."""
-    check_weight(checkpoint, weight)
-    parts = []
-    for name in weight.names:
-        raw = checkpoint.raw(name)
-        held = GGUF[raw.kind][1] if raw.kind in GGUF else None
-        if held is not None and (held == weight_format or weight_format in (INT8_K, INT4_K)):
-            codes = gguf_codes(raw.kind, raw.data)
-            parts.append(codes if held == weight_format else widen(codes, weight_format, held))
-        else:
-            parts.append(nearest_codes(checkpoint.load(name).reshape(-1, weight.cols), weight_format))
-    return joined(parts)
 
 
 @dataclass(slots=True)

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cuda_kernels import weight_formats
-from ...cuda_kernels.weight_formats import Quantised
 from ..backend import Progress
 from ..host_memory import Layout
 from ..program import Embed, Linear, Logits, Program, Weight
-from ..weights import Checkpoint, check_weight, load_weight
+from ..quantised import NEAREST, load_codes
+from ..weights import Checkpoint, load_weight
 from .device import Bytes, CudaDevice
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -78,22 +78,7 @@ def upload_weights(
 def _parts(checkpoint: Checkpoint, weight: Weight, dtype: Any, packing: str, wide: bool) -> tuple[Bytes, ...]:
     """What goes to the card: the numbers, or codes and scales."""
     if wide and packing:
-        return weight_formats.pack(_quantised(checkpoint, weight, packing))
+        found = load_codes(checkpoint, weight, NEAREST[packing])
+        return weight_formats.pack(found.codes, found.scale, found.least)
     values: NDArray[Any] = load_weight(checkpoint, weight).astype(dtype, copy=False)
     return (values.reshape(-1).view(np.uint8),)
-
-
-def _quantised(checkpoint: Checkpoint, weight: Weight, packing: str) -> Quantised:
-    """A matrix in codes: the file's own where it has such, else the nearest."""
-    check_weight(checkpoint, weight)
-    found = []
-    for name in weight.names:
-        raw = checkpoint.raw(name)
-        own = weight_formats.from_gguf(raw.kind, raw.data) if raw.kind in weight_formats.GGUF_KINDS[packing] else None
-        found.append(own or weight_formats.quantise(checkpoint.load(name).reshape(-1, weight.cols), packing))
-    least = [part.least for part in found if part.least is not None]
-    return Quantised(
-        np.concatenate([part.codes for part in found]),
-        np.concatenate([part.scale for part in found]),
-        np.concatenate(least) if least else None,
-    )

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.cpu_kernels.groups import Codes
+
 Float = NDArray[np.floating[Any]]
 Int = NDArray[np.integer[Any]]
 
@@ -49,6 +51,14 @@ def assert_close(got: Float, expected: Float, element: str) -> None:
     worst = np.max(np.abs(difference), initial=0) / max(np.max(np.abs(expected), initial=0), 1e-30)
     assert norm < TOLERANCE[element], f"relative error {norm:.2e} in the mean square, {worst:.2e} at worst"
     assert worst < 3 * TOLERANCE[element], f"relative error {worst:.2e} at worst"
+
+
+def code_values(matrix: Codes) -> NDArray[np.float64]:
+    """(N, K): the numbers that codes stand for."""
+    groups = matrix.codes.reshape(*matrix.scale.shape, matrix.size).astype(np.float64)
+    scale = matrix.scale.astype(np.float64)[..., None]
+    least = -128 * scale if matrix.least is None else matrix.least.astype(np.float64)[..., None]
+    return (scale * groups + least).reshape(matrix.codes.shape)
 
 
 def rms_norm(x: Float, weight: Float, eps: float) -> Float:
