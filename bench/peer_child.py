@@ -104,6 +104,7 @@ KINDS = {"openvino": OpenVino, "transformers": Transformers}
 
 def main() -> None:
     kind, model, *flags = sys.argv[1:]
+    del sys.path[0]  # this folder: a library that looks for its own `kernels` must not find ours
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries print
     engine = KINDS[kind](model, **dict(flag.split("=", 1) for flag in flags))
     print(json.dumps({"ready": engine.version}), file=answers, flush=True)
