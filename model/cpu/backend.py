@@ -156,7 +156,7 @@ class CpuBackend(PlainHostPool):
             t.LINEAR_BYTES: workspace.linear_bytes,
             t.TOTALS_OFFSET: workspace.totals_offset,
             t.OPS: self._operations.ctypes.data,
-            t.NUM_OPS: len(self._operations),
+            t.NUM_OPS: len(self._operations),  # at most: see `_write_step`
             t.SCRATCH: workspace.scratch,
             t.SCRATCH_BYTES: workspace.scratch_bytes,
             t.BLOCK_SIZE: self._limits.block_size,
@@ -223,7 +223,7 @@ class CpuBackend(PlainHostPool):
         with becoming_real(self._pool):
             kernels = self._load_kernels()
         table = OperationTable(self._weights, self._workspace, self._read_as, self._num_threads)
-        self._operations = table.build(self._program)
+        self._operations, self._num_plain = table.build(self._program)
         self._state = self._new_state(kernels)
         self._state[t.POOL] = self._pool.ctypes.data
         self._state[t.LAYER_BYTES] = num_blocks * self._layout.layer_bytes
@@ -291,6 +291,8 @@ class CpuBackend(PlainHostPool):
         words.append(_address(layers_out))
         for array in (*sampling, *sampled):
             words += (_address(array), array.size)
+        first, end = (self._num_plain, len(self._operations)) if batch.layers else (0, self._num_plain)
+        self._state[t.OPS], self._state[t.NUM_OPS] = _address(self._operations[first:]), end - first
         self._state[t.NUM_TOKENS : t.NUM_TOKENS + len(words)] = words
         self._kept = (inputs, sampling, layers_out)
 

@@ -200,16 +200,18 @@ class OperationTable:
         self._read_as, self._num_threads = read_as, num_threads
         self._rows: list[Words] = [{t.OPCODE: t.PLAN}]
 
-    def build(self, program: Program) -> NDArray[np.int64]:
-        """(operations, ROW_WORDS) int64."""
+    def build(self, program: Program) -> tuple[NDArray[np.int64], int]:
+        """(operations, ROW_WORDS) int64, and how many of them are those of a step that wants no output of a layer; then
+        come those of one that does. Whoever is late and looks into the other's rows finds rows."""
         for op in program.ops:
             self._add(op)
-        rows = np.zeros((len(self._rows), t.ROW_WORDS), dtype=np.int64)
+        plain = [words for words in self._rows if words[t.OPCODE] != t.LAYER_OUTPUT]
+        rows = np.zeros((len(plain) + len(self._rows), t.ROW_WORDS), dtype=np.int64)
         rows[:, t.ROW_LIMIT] = EVERY_ROW
-        for row, words in zip(rows, self._rows, strict=True):
+        for row, words in zip(rows, [*plain, *self._rows], strict=True):
             for index, value in words.items():
                 row[index] = value
-        return rows
+        return rows, len(plain)
 
     def _add(self, op: Op) -> None:
         match op:
