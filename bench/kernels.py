@@ -2,7 +2,7 @@
 
     python -m bench.kernels [--threads N] [--repeats 15] [--dtypes bfloat16,int8,int4,...] [--rows 1,4,16,32,128]
                             [--shapes smollm2-135m,...] [--model smollm2-135m] [--only linear,attention,model]
-                            [--kv float32,bfloat16,float16,int8] [--clock wall|cpu]
+                            [--kv float32,bfloat16,float16,int8] [--clock wall|cpu] [--activations float32|int16|int8]
 
 Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
 operation on weights, or keys and values, of its own, so that nothing comes out of a cache that would not in a model.
@@ -141,6 +141,7 @@ class Bench:
     threads: int
     repeats: int
     clock: Callable[[], float] = time.perf_counter
+    activations: str = "float32"
     flops: float = 0.0
     read_bytes: float = 0.0
 
@@ -151,7 +152,8 @@ class Bench:
 
     def backend(self, program: Program, dtype: str, rows: int, sequences: int, kv_dtype: str = "auto") -> CpuBackend:
         limits = BackendLimits(BLOCK_SIZE, max(sequences, 1), max(rows, 1), 8192)
-        return CpuBackend(program, Filled(program), limits, dtype=dtype, kv_dtype=kv_dtype, threads=self.threads)
+        formats = {"dtype": dtype, "kv_dtype": kv_dtype, "activations": self.activations}
+        return CpuBackend(program, Filled(program), limits, **formats, threads=self.threads)
 
     def report(self, name: str, backend: CpuBackend, batch: StepBatch, flops: float, read: float) -> None:
         """Median and best time of a step, and the shares of the roof that the best one reached."""
@@ -211,8 +213,9 @@ class Bench:
             return
         start = time.perf_counter()
         limits = BackendLimits(BLOCK_SIZE, 128, 2048, 4096)
+        formats = {"dtype": dtype, "activations": self.activations}
         backend = CpuBackend(
-            model.program, model.checkpoint, limits, dtype=dtype, threads=self.threads, model_hash=model.model_hash
+            model.program, model.checkpoint, limits, **formats, threads=self.threads, model_hash=model.model_hash
         )
         print(f"{backend.description}: ready in {time.perf_counter() - start:.1f} s")
         values = sum(op.weight.rows * op.weight.cols for op in model.program.ops if isinstance(op, Linear | Logits))
@@ -244,12 +247,13 @@ def main() -> int:
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: time of the processors, all threads"
     )
+    parser.add_argument("--activations", default="float32")
     parser.add_argument("--rows", default="1,4,16,32,128")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--only", default="linear,attention,model")
     options = parser.parse_args()
-    bench = Bench(options.threads, options.repeats)
+    bench = Bench(options.threads, options.repeats, activations=options.activations)
     if options.clock == "cpu":
         bench.clock = time.process_time
     print(f"python -m bench.kernels --threads {options.threads} --repeats {options.repeats}")

@@ -1,7 +1,8 @@
 """Tokens per second of decode steps over batch, context and threads, beside what a roofline predicts.
 
-    python -m bench.scaling [--model smollm2-135m] [--dtype auto] [--kv-dtype auto] [--batches 1,4,16,64,128]
-                            [--contexts 64,512,2048,8192] [--threads 1,2] [--repeats 5] [--pool-gib 2] [--png FILE]
+    python -m bench.scaling [--model smollm2-135m] [--dtype auto] [--kv-dtype auto] [--activations float32]
+                            [--batches 1,4,16,64,128] [--contexts 64,512,2048,8192] [--threads 1,2] [--repeats 5]
+                            [--pool-gib 2] [--png FILE]
 
 Whole steps of the real model on the CPU, each sequence with one new token, its blocks scattered over the pool. The
 prediction is the longer of two times: all weights and all keys and values read once at the bandwidth, and all
@@ -69,7 +70,7 @@ def sweep(model: LoadedModel, options: argparse.Namespace, threads: int) -> Iter
     del roofline
     print(f"{threads} threads: {roof[0] / 1e9:.0f} GFLOP/s in float32, {roof[1] / 1e9:.1f} GB/s read")
     limits = BackendLimits(BLOCK_SIZE, max(options.batches), max(options.batches), max(options.contexts))
-    formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype}
+    formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype, "activations": options.activations}
     backend = CpuBackend(model.program, model.checkpoint, limits, threads=threads, **formats)
     num_blocks = int(options.pool_gib * 2**30) // backend.block_bytes
     backend.allocate_pool(num_blocks)
@@ -117,6 +118,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--activations", default="float32")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64, 128])
     parser.add_argument("--contexts", type=numbers, default=[64, 512, 2048, 8192])
     parser.add_argument("--threads", type=numbers, default=sorted({1, usable_cpus()}))
