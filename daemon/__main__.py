@@ -178,6 +178,7 @@ def _assemble(
         vocab_size=model.config.vocab_size,
         max_model_len=limits.max_model_len,
         num_layers=model.config.num_layers,
+        hidden_size=model.config.hidden_size,
     )
     stack.callback(text.close)
     poller, timers, signals = Poller(), Timers(), Signals()

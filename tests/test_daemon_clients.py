@@ -19,14 +19,16 @@ from kvpool.client.wire.protocol import (
     Hello,
     Notice,
     Reply,
+    Rows,
     ServerLimits,
     Submit,
     Tokens,
     Welcome,
     decode_daemon_message,
     encode,
+    pack_token_ids,
 )
-from kvpool.daemon.serving import calls
+from kvpool.daemon.serving import calls, delivery
 from kvpool.daemon.serving.calls import Calls
 from kvpool.daemon.serving.clients import Clients
 from kvpool.daemon.serving.delivery import MAX_OUTBOX
@@ -169,6 +171,25 @@ def test_who_asks_and_does_not_read_is_hung_up_in_the_end() -> None:
     for number in range(MAX_OUTBOX + 2):
         desk.say(b"a", Call(number, "detokenize", {"token_ids": b""}))
     assert desk.session(b"a") is None
+
+
+def test_of_many_bytes_that_nobody_reads_the_greediest_users_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bob holds more than Alice, in two sessions; the larger one goes, and Alice has all of hers in the end."""
+    monkeypatch.setattr(delivery, "MAX_HELD_BYTES", 60_000)
+    desk = Desk()
+    for name, peer, length in ((b"a", ALICE, 40), (b"b", BOB, 20), (b"c", BOB, 40), (b"d", BOB, 30)):
+        desk.hello(name, peer)
+        prompt = pack_token_ids(range(5, 5 + length))
+        desk.say(name, Submit("r", prompt=prompt, params=GREEDY, hidden_layers=(0, 1)), peer)
+        desk.full.add(name)
+        desk.run(5)
+    assert desk.session(b"c") is None
+    assert [desk.session(name) is not None for name in (b"a", b"b", b"d")] == [True] * 3
+    desk.full.clear()
+    desk.run()
+    rows = [message for message in desk.take(b"a") if isinstance(message, Rows) and message.kind == "prompt_hidden"]
+    assert sum(len(message.data) for message in rows) == 40 * 2 * 64 * 4
+    assert desk.session(b"a").held_bytes == 0
 
 
 def test_a_bug_in_a_handler_is_one_clients_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvpool.client.wire.errors import InvalidArgument
+from kvpool.daemon.engine import hidden_states
 from kvpool.daemon.engine.hidden_states import HiddenStates, resolve_layers
 from kvpool.daemon.engine.request import Request
 from kvpool.model.batch import StepBatch
@@ -186,6 +187,19 @@ def test_what_cannot_be_told_is_refused(engine: Harness, options: dict[str, Any]
     with pytest.raises(InvalidArgument) as refusal:
         engine.submit(LONG, **options)
     assert refusal.value.field == field
+
+
+def test_a_step_tells_of_no_more_than_memory_is_meant_for(
+    monkeypatch: pytest.MonkeyPatch, alone: tuple[bytes, bytes]
+) -> None:
+    monkeypatch.setattr(hidden_states, "MAX_STEP_BYTES", 7 * 2 * 64 * 4)
+    harness = cpu_engine()
+    request = harness.submit(LONG, **ASKED)
+    harness.run()
+    asked = [rows for _, rows in harness.backend.asked]  # type: ignore[attr-defined]
+    assert asked[:13] == [7] * 12 + [6]
+    assert joined(harness, request, "prompt_hidden").tobytes() == alone[0]
+    harness.close()
 
 
 def test_layers_are_counted_from_either_end() -> None:

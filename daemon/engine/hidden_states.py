@@ -11,6 +11,9 @@ from ...client.wire.errors import InvalidArgument
 from ...model.batch import Float32
 from .prompt_rows import Rows
 
+MAX_STEP_BYTES = 16 * 2**20
+"""Of one sequence's states in one step: its prompt is computed in chunks of no more than that."""
+
 
 class HiddenStates:
     """Of one sample: `layers` (counted from 0, in the order asked for) at each of its positions.
@@ -46,6 +49,11 @@ class HiddenStates:
             found = values[first - begin : last - begin]
             told.append(Rows("hidden", first - self._drawn_from, found, self._sample, transient=True))
         return told
+
+
+def chunk_tokens(num_layers: int, hidden_size: int) -> int:
+    """How many tokens of a sequence a step may compute that tells of so many layers."""
+    return max(1, MAX_STEP_BYTES // (num_layers * hidden_size * 4))
 
 
 def resolve_layers(asked: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

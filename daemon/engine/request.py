@@ -69,6 +69,7 @@ class Request:
     want_text: bool = True
     want_logits: bool = False
     hidden_layers: tuple[int, ...] = ()  # layers, counted from 0, whose outputs are told with every token
+    chunk_tokens: int | None = None  # most tokens of each of its sequences in one step
     pooling: str | None = None  # mean | last: nothing is generated, the prompt is embedded
     keep: bool = False  # its sequence stays when it is done
     kept_as: str = ""  # the name of the kept sequence that goes on with this
@@ -147,6 +148,7 @@ class Sample:
                 keep=request.keep,
             )
         sequence.arrival, sequence.priority = request.arrival, request.priority
+        sequence.chunk_tokens = request.chunk_tokens
         sequence.min_tokens, sequence.stop_token_ids = params.min_tokens, request.stop_token_ids
         sample = cls(
             request,

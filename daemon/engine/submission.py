@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...client.sampling_params import SamplingParams
 from ...client.wire.errors import InvalidArgument
 from ...client.wire.protocol import Submit, pack_token_ids
-from .hidden_states import resolve_layers
+from .hidden_states import chunk_tokens, resolve_layers
 from .request import Request, draw_seed
 from .text import Text
 
@@ -50,6 +50,7 @@ def make_request(message: Submit, text: Text, uid: int, now: float, *, seed: int
         want_text=message.want_text,
         want_logits=message.want_logits,
         hidden_layers=resolve_layers(message.hidden_layers, text.num_layers),
+        chunk_tokens=chunk_tokens(len(message.hidden_layers), text.hidden_size) if message.hidden_layers else None,
         pooling=message.pooling,
         keep=message.keep,
         kept_as=message.request_id if message.keep else "",

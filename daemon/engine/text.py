@@ -29,11 +29,12 @@ class Text:
         vocab_size: int,
         max_model_len: int,
         num_layers: int,
+        hidden_size: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self.vocab_size = vocab_size
-        self.num_layers = num_layers
+        self.num_layers, self.hidden_size = num_layers, hidden_size
         self._max_model_len = max_model_len
 
     @property

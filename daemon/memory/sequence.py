@@ -40,6 +40,7 @@ class Sequence:
     deadline: float | None = None  # monotonic seconds
     arrival: float = 0.0  # monotonic seconds
     whole_prompt: bool = False  # every token of it is computed for this sequence: nothing comes from the prefix cache
+    chunk_tokens: int | None = None  # most tokens of it in one step; None: as many as there is room for
     keep: bool = False  # goes idle after its answer instead of finishing
     expected_output_tokens: int | None = None  # told to the pow2 and oracle reservation policies
     client_data: object = None  # the engine's own
@@ -80,6 +81,12 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Of those not computed yet, how many the next step may compute."""
+        missing = self.num_tokens - self.num_computed_tokens
+        return missing if self.chunk_tokens is None else min(missing, self.chunk_tokens)
 
     @property
     def num_output_tokens(self) -> int:

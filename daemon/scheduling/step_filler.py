@@ -36,7 +36,7 @@ class StepFiller:
         served = self._residency.served
         prompts.sort(key=lambda prompt: (-prompt.urgency, served(prompt.uid), prompt.due, prompt.sequence_id))
         rows = share_rows(
-            [(prompt.uid, prompt.num_tokens - prompt.num_computed_tokens) for prompt in prompts],
+            [(prompt.uid, prompt.num_wanted_tokens) for prompt in prompts],
             limits.max_num_batched_tokens - plan.num_tokens,
             lambda uid: limits.of(uid).weight,
         )

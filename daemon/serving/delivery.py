@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 MAX_OUTBOX = 4096
 """Parcels held for one session that does not read: its sequences pause at the first, a flood of calls ends it."""
 
+MAX_HELD_BYTES = 256 * 2**20
+"""Held for all who do not read: beyond that, who holds most of the user that holds most is ended."""
+
 SLOW_READER = "its client does not read"
 
 
@@ -56,10 +59,23 @@ class Delivery:
             self._slow[session] = None
             for request in session.requests.values():
                 self._engine.pace.hold(request, SLOW_READER)
-        session.outbox.append(parcel)
+        num_bytes = parcel.num_bytes
+        session.outbox.append((parcel, num_bytes))
+        session.held_bytes += num_bytes
         if len(session.outbox) > MAX_OUTBOX:
-            log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
-            self._gone(session)
+            self._end(session)
+        elif sum(slow.held_bytes for slow in self._slow) > MAX_HELD_BYTES:
+            self._end(self._heaviest())
+
+    def _end(self, session: Session) -> None:
+        log.warning("session %s of uid %d asks and does not read", session.session_id, session.peer.uid)
+        self._gone(session)
+
+    def _heaviest(self) -> Session:
+        users: defaultdict[int, int] = defaultdict(int)
+        for session in self._slow:
+            users[session.peer.uid] += session.held_bytes
+        return max(self._slow, key=lambda session: (users[session.peer.uid], session.held_bytes))
 
     def _hand_over(self, session: Session, parcel: Parcel) -> Sent:
         try:
@@ -79,8 +95,8 @@ class Delivery:
 
     def offer(self, session: Session) -> None:
         """The same for one of them."""
-        while session.outbox and self._hand_over(session, session.outbox[0]) is Sent.YES:
-            session.outbox.popleft()
+        while session.outbox and self._hand_over(session, session.outbox[0][0]) is Sent.YES:
+            session.held_bytes -= session.outbox.popleft()[1]
         if not session.outbox:
             self._slow.pop(session, None)
             for request in session.requests.values():

@@ -43,6 +43,10 @@ Send = Callable[[bytes, bytes], Sent]
 
 
 class Parcel(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds until it is delivered, about."""
+
     def give(self, session: Session, send: Send) -> Sent:
         """Deliver, or what is left of it. Raises ProtocolError if the session's arena was damaged by its client."""
 
@@ -52,6 +56,10 @@ class Letter:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
 
     def give(self, session: Session, send: Send) -> Sent:
         return send(session.routing_id, self._data)
@@ -68,6 +76,10 @@ class BulkParcel:
         self._tell = tell
         self._waits = waits
         self._letter: Letter | None = None  # once it is known where the array lies
+
+    @property
+    def num_bytes(self) -> int:
+        return self._values.nbytes
 
     def give(self, session: Session, send: Send) -> Sent:
         if self._letter is None:
@@ -109,6 +121,10 @@ class RingTokens:
     def __init__(self, batches: list[RingBatch]) -> None:
         self._batches = batches
         self._first = 0  # token of the first batch that is not written yet
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(0 if logits is None else logits.nbytes for _, _, logits in self._batches)
 
     def give(self, session: Session, send: Send) -> Sent:
         arena = session.arena

@@ -87,6 +87,7 @@ class Harness:
             vocab_size=model.config.vocab_size,
             max_model_len=max_model_len,
             num_layers=model.config.num_layers,
+            hidden_size=model.config.hidden_size,
         )
         self.pool = BlockPool(num_blocks, block_size)
         backend_limits = BackendLimits(block_size, max_num_seqs, max_num_batched_tokens, max_model_len)
