@@ -187,6 +187,13 @@ def test_blocks_go_out_and_come_back(closing: list[CpuBackend]) -> None:
     np.testing.assert_array_equal(backend.read_blocks([9, 5]), data[[2, 0]])
     backend.copy_blocks([2, 9], [30, 31])
     np.testing.assert_array_equal(backend.read_blocks([30, 31]), data[[1, 2]])
+    backend.allocate_host(4)
+    backend.swap_out([30, 31], [3, 0])
+    backend.swap_in([0, 3], [1, 2])
+    np.testing.assert_array_equal(backend.read_blocks([2, 1]), data[[1, 2]])
+    np.testing.assert_array_equal(backend.read_host([3, 0]), data[[1, 2]])
+    assert backend.take_swap_times()[0] == 4
+    assert backend.take_swap_times() == (0, 0.0)
 
 
 def test_sampling_goes_through_the_kernel(closing: list[CpuBackend]) -> None:
@@ -264,6 +271,8 @@ def test_misuse_says_what_is_wrong(closing: list[CpuBackend]) -> None:
         backend.launch(step_batch([Piece([1], 0, [0])] * 65, 16))
     with pytest.raises(MemoryError, match="pool_bytes"):
         backend.allocate_pool(1 << 40)
+    with pytest.raises(MemoryError, match=r"the host pool needs .* lower host_pool_bytes"):
+        backend.allocate_host(1 << 40)
     with pytest.raises(ValueError, match="set kv_dtype to auto, float32, bfloat16, float16, int8"):
         one_layer(kv_dtype="fp8")
     with pytest.raises(ValueError, match="set dtype to auto, float32, bfloat16"):

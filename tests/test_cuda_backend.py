@@ -195,8 +195,8 @@ def decoded(ahead: bool, script: Any, **options: Any) -> tuple[Any, list[str]]:
 def test_a_step_launched_ahead_is_the_step_that_is_asked_for() -> None:
     def script(decoder: Decoder) -> None:
         decoder.begin(0, 9)
-        decoder.begin(1, 17)
-        for _ in range(16):  # to the end of the second one's four blocks: what is behind it is not known
+        decoder.begin(1, 25)
+        for _ in range(8):  # to the end of the second one's four blocks: what is behind it is not known
             decoder.step(0, 1)
 
     plain, few = decoded(False, script)

@@ -61,9 +61,9 @@ Answers = list[tuple[list[int], list[float]]]
 
 def answers(made: Harness) -> Answers:
     """Of a crowd whose urgent members push the others out, again and again; tokens and logprobs, bit for bit."""
-    ids = prompts(6, 30, seed=5)
-    requests: list[Request] = [made.submit(ids[0], max_tokens=30, **SAMPLED)]
-    requests.append(made.submit(ids[1][:21], max_tokens=40, ignore_eos=True))
+    ids = prompts(5, 30, seed=5)
+    requests: list[Request] = [made.submit(ids[0], max_tokens=24, **SAMPLED)]
+    requests.append(made.submit(ids[1][:21], max_tokens=32, ignore_eos=True))
     for urgent in ids[2:]:
         for _ in range(7):
             made.turn()

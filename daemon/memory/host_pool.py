@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class PreemptionCosts:
     """Measured by the engine, and updated while it runs. Seconds."""
 
-    swap_s_per_block: float = 0.0  # one way
+    swap_s_per_block: float = 0.0  # one way; of copying alone, also where it goes on beside a step
     compute_s_per_token: float = 0.0
 
     def swap_s(self, num_blocks: int) -> float:
