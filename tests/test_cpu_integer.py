@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from functools import partial
 
 import numpy as np
 import pytest
 
-from kvpool.cpu_kernels import integer_steps
+from kvpool.cpu_kernels import integer_steps, vectors
 from kvpool.cpu_kernels.activations import encode_name, form_of
 from kvpool.cpu_kernels.groups import Codes, pack_codes
 from kvpool.cpu_kernels.integer_steps import HELD_AS
 from kvpool.cpu_kernels.isa import (
     AVX2,
+    AVX512,
     FORMAT_NAMES,
     INT4_X8,
     INT4_X16,
@@ -23,7 +25,7 @@ from kvpool.cpu_kernels.isa import (
     PLAIN,
     Isa,
 )
-from kvpool.cpu_kernels.machine_code import load_functions
+from kvpool.cpu_kernels.machine_code import host_machine, load_functions, machine, optimise
 from kvpool.cpu_kernels.packing import panel_bytes, step_bytes
 from kvpool.cpu_kernels.tile import ARGUMENTS, tile_name, tile_names, tiles_module
 from kvpool.model.backend import BackendLimits
@@ -206,6 +208,19 @@ def test_a_model_in_codes(kinds: dict[str, str], activations: str, most: float) 
     assert held.kv_layout != exact.kv_layout
     for each in (exact, held, alone):
         each.close()
+
+
+def test_larger_instructions_come_out_on_processors_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for a processor that this one need not be: VPDPWSSD for 16 bits, no spilled vector in a tall tile."""
+    monkeypatch.setattr(integer_steps, "host_pair_bits", lambda: 512)
+    monkeypatch.setattr(vectors, "host_fuses", lambda: True)
+    host_machine()  # makes LLVM know its targets
+    target, rows = machine("znver5"), len(AVX512.tiles[INT4_X16])
+    text = target.emit_assembly(optimise(tiles_module(Isa("tall", {INT4_X16: ((2,),) * rows}), [INT4_X16]), target))
+    tile = text[text.index(f"{tile_name(INT4_X16, rows, 2)}:") :]
+    body = max(re.split(r"\n\.L\w+:", tile[: tile.index(".size")]), key=lambda part: part.count("vpdpwssd"))
+    assert body.count("vpdpwssd") == rows * 2 * 4  # rows, panels, codes in a half word
+    assert not re.search(r"vmov\w+\s.*%rsp", body)
 
 
 def test_activations_that_are_not_known() -> None:
