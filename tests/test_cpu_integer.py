@@ -39,8 +39,12 @@ PROGRAM = tiny_program(
     Shape(hidden_size=256, intermediate_size=1280, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
 )
 TOKENS = np.random.default_rng(7).integers(0, 90, 160).tolist()
+ALIKE = ("int4_kx16", "int4_kx8")  # their tiles differ from those without k in how scales are read
 WIDE = Isa("wide", dict.fromkeys(INTEGER, ((4,), (4,), (2,))))  # more than AVX2 has registers for
-FORMATS = [pytest.param(number, id=FORMAT_NAMES[number]) for number in INTEGER]
+FORMATS = [
+    pytest.param(number, id=FORMAT_NAMES[number], marks=[pytest.mark.slow] if FORMAT_NAMES[number] in ALIKE else [])
+    for number in INTEGER
+]
 
 
 def call(address: int, *arguments: int) -> None:
