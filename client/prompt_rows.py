@@ -33,8 +33,13 @@ class RequestRows:
     def __init__(self) -> None:
         self._of_tokens: dict[tuple[str, int, int], Array] = {}  # by kind, sample and index, until their tokens come
         self._prompt: dict[str, dict[int, Array]] = {}  # by kind and index of the first row
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of a row, by kind
 
     def push(self, message: Rows, values: Array) -> None:
+        """Raises ProtocolError for rows of another shape than those of the same kind before."""
+        shape = self._shapes.setdefault(message.kind, values.shape[1:])
+        if shape != values.shape[1:]:
+            raise ProtocolError(f"has rows of {values.shape[1:]} numbers after rows of {shape}", field="data")
         if message.kind in TOKEN_KINDS:
             for i, row in enumerate(values):
                 self._of_tokens[message.kind, message.sample, message.index + i] = row

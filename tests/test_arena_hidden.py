@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from kvpool.client.arena.arena import PAGE_BYTES, Layout
 from kvpool.client.core import DaemonGone
 from kvpool.client.lifeline import connect_lifeline
-from kvpool.client.wire.errors import ConnectionLost, InvalidArgument, Unsupported
+from kvpool.client.prompt_rows import RequestRows, array_of
+from kvpool.client.wire.errors import ConnectionLost, InvalidArgument, ProtocolError, Unsupported
+from kvpool.client.wire.messages import Rows
 from tests.support.arena_rig import LIMITS, Rig
 from tests.support.engine_harness import prompts
 from tests.support.scripted_backend import answer_to
@@ -144,3 +146,17 @@ def test_a_daemon_of_the_version_before_is_not_asked(rig: Rig) -> None:
         client.submit(PROMPT, hidden_layers=(0,))
     assert caught.value.field == "hidden_layers"
     client.submit(PROMPT)
+
+
+def test_rows_of_another_shape_than_those_before_are_no_rows() -> None:
+    rows = RequestRows()
+    for count, kind in ((3, "prompt_hidden"), (1, "hidden")):
+        message = Rows(1, "r", 0, kind, 0, count, bytes(count * 2 * 8), 2)
+        rows.push(message, array_of(message, bytes(count * 2 * 8)))
+        wider = Rows(1, "r", 0, kind, count, 1, bytes(24), 2)
+        with pytest.raises(ProtocolError, match="after rows of"):
+            rows.push(wider, array_of(wider, bytes(24)))
+        with pytest.raises(ProtocolError, match="are no"):
+            array_of(message, bytes(20))
+    assert rows.prompt_hidden(3) is not None
+    assert rows.prompt_hidden(4) is None

@@ -24,7 +24,7 @@ from kvpool.client.arena.regions import BulkReader, BulkWriter, UploadReader
 from kvpool.client.arena.ring import HAS_LOGPROB, LOGITS, PLACE, RECORD, TEXT_GOES_ON, RingReader, RingWriter
 from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.lifeline import MAX_PAYLOAD_BYTES, FrameReader, encode_frame
-from kvpool.client.prompt_rows import RequestRows, array_of
+from kvpool.client.prompt_rows import TOKEN_KINDS, RequestRows, array_of
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.client.wire.codec import decode_client_message, decode_daemon_message, encode
 from kvpool.client.wire.errors import Busy, KVPoolError, ProtocolError
@@ -73,7 +73,9 @@ def _rows(value: Rows, data: bytes) -> None:
     rows = RequestRows()
     try:
         rows.push(value, array_of(value, data))
-        rows.take_logits(value.sample, value.index)
+        for kind in TOKEN_KINDS:
+            rows.take(kind, value.sample, value.index)
+        rows.prompt_hidden(value.count)
         rows.prompt_logprobs()
     except ProtocolError:
         pass
