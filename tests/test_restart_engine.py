@@ -32,6 +32,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "stop ids": {"prompt": "Ends", "max_tokens": 30, "stop_token_ids": tuple(range(0, 384, 5)), "min_tokens": 2},
     "silent": {"prompt": "No text", "max_tokens": 10, "want_text": False, "temperature": 1.0, "seed": 2**64 - 1},
     "slow": {"prompt": "Few at a time", "max_tokens": 16, "credit": 5, "ignore_eos": True},
+    "hidden": {"prompt": "Layers", "max_tokens": 6, "ignore_eos": True, "hidden_layers": (0, -1)},
     "nothing": {"prompt": "Only the prompt", "max_tokens": 0},
 }
 
