@@ -2,7 +2,8 @@
 
     python -m bench.kernels [--threads N] [--repeats 15] [--dtypes bfloat16,int8,int4,...] [--rows 1,4,16,32,128]
                             [--shapes smollm2-135m,...] [--model smollm2-135m] [--only linear,attention,model]
-                            [--kv float32,bfloat16,float16,int8] [--clock wall|cpu] [--activations float32|int16|int8]
+                            [--kv float32,bfloat16,float16,int8] [--clock wall|cpu]
+                            [--activations auto|float32|int16|int8]
 
 Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
 operation on weights, or keys and values, of its own, so that nothing comes out of a cache that would not in a model.
@@ -141,7 +142,7 @@ class Bench:
     threads: int
     repeats: int
     clock: Callable[[], float] = time.perf_counter
-    activations: str = "float32"
+    activations: str = "auto"
     flops: float = 0.0
     read_bytes: float = 0.0
 
@@ -247,7 +248,7 @@ def main() -> int:
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: time of the processors, all threads"
     )
-    parser.add_argument("--activations", default="float32")
+    parser.add_argument("--activations", default="auto")
     parser.add_argument("--rows", default="1,4,16,32,128")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--model", default="smollm2-135m")

@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--weights", default="float32,bfloat16,auto,int8,int4")
     parser.add_argument("--kv", default="float32,bfloat16,float16,int8")
-    parser.add_argument("--activations", default="float32")
+    parser.add_argument("--activations", default="auto")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)

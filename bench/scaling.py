@@ -1,6 +1,6 @@
 """Tokens per second of decode steps over batch, context and threads, beside what a roofline predicts.
 
-    python -m bench.scaling [--model smollm2-135m] [--dtype auto] [--kv-dtype auto] [--activations float32]
+    python -m bench.scaling [--model smollm2-135m] [--dtype auto] [--kv-dtype auto] [--activations auto]
                             [--batches 1,4,16,64,128] [--contexts 64,512,2048,8192] [--threads 1,2] [--repeats 5]
                             [--pool-gib 2] [--png FILE]
 
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--activations", default="float32")
+    parser.add_argument("--activations", default="auto")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16, 64, 128])
     parser.add_argument("--contexts", type=numbers, default=[64, 512, 2048, 8192])
     parser.add_argument("--threads", type=numbers, default=sorted({1, usable_cpus()}))

@@ -96,7 +96,7 @@ def test_nearest_codes_err_by_half_a_step(weight_format: int, steps: int) -> Non
 
 
 def backend(checkpoint: RandomCheckpoint, **options: object) -> CpuBackend:
-    settings = {"threads": 2, "kv_dtype": "float32"} | options
+    settings = {"threads": 2, "kv_dtype": "float32", "activations": "float32"} | options
     made = CpuBackend(PROGRAM, checkpoint, LIMITS, **settings)  # type: ignore[arg-type]
     made.allocate_pool(32)
     return made

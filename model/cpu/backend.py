@@ -24,6 +24,7 @@ from ...cpu_kernels.isa import (
     host_has_dot,
     host_has_half,
     host_isa,
+    host_pair_bits,
 )
 from ...cpu_kernels.kv_formats import KV_FORMATS
 from ...cpu_kernels.packing import round_up
@@ -78,14 +79,24 @@ def _kv_format(dtype: str, kv_dtype: str) -> str:
     return name
 
 
+def _form_of_activations(activations: str) -> str:
+    """auto: int16, which nobody can tell from float32, where the processor adds products of pairs in one go."""
+    if activations != "auto":
+        if activations not in INTEGER_PRODUCTS:
+            known = ", ".join(("auto", *INTEGER_PRODUCTS))
+            raise ValueError(f"activations {activations!r} are not known; set activations to {known}")
+        return activations
+    return "int16" if host_pair_bits() else "float32"
+
+
 def _names(formats: Iterable[int]) -> str:
     return "+".join(FORMAT_NAMES[number] for number in sorted(set(formats)))
 
 
 class CpuBackend(PlainHostPool):
     """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int8 | int4 (see `weights.format_of`);
-    `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token); `activations`: float32 | int16 |
-    int8, for products with quantised weights (see `cpu_kernels.activations`).
+    `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token); `activations`: auto | float32 |
+    int16 | int8, for products with quantised weights (see `cpu_kernels.activations`).
 
     `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
     other files). `model_hash`: what the checkpoint holds, if its packed weights shall be kept there, too.
@@ -100,7 +111,7 @@ class CpuBackend(PlainHostPool):
         *,
         dtype: str = "auto",
         kv_dtype: str = "auto",
-        activations: str = "float32",
+        activations: str = "auto",
         threads: int = 0,
         progress: Progress = _quiet,
         cache: Path | None = None,
@@ -108,10 +119,7 @@ class CpuBackend(PlainHostPool):
     ) -> None:
         if dtype not in WEIGHT_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported on the CPU; set dtype to {', '.join(WEIGHT_DTYPES)}")
-        if activations not in INTEGER_PRODUCTS:
-            known = ", ".join(INTEGER_PRODUCTS)
-            raise ValueError(f"activations {activations!r} are not known; set activations to {known}")
-        self._activations = activations
+        self._activations = _form_of_activations(activations)
         self._kv_dtype = _kv_format(dtype, kv_dtype)
         kv = KV_FORMATS[self._kv_dtype]
         self._limits, self._config = limits, program.config
