@@ -85,7 +85,7 @@ class Config:
         "how keys and values are held; int8 has a scale per head and token, fp8 is for GPUs only",
     )
     activations: str = option(
-        "auto", choice("auto", "float32", "int16", "int8"), "in products with quantised weights (CPU); int8: if of 4 bits"
+        "auto", choice("auto", "float32", "int16", "int8"), "in products with quantised weights (CPU); int8: of 4 bits"
     )
     products: str = option(
         "exact",
