@@ -28,7 +28,8 @@ def array_of(message: Rows, data: bytes) -> Array:
 
 
 class RequestRows:
-    """What has arrived for one request. Rows that come again, after a lost connection, replace themselves."""
+    """What has arrived for one request. Rows of a prompt may come again, after a lost connection, and then in other
+    pieces: the next daemon may cut it elsewhere. They are the same bits, so of each row any will do."""
 
     def __init__(self) -> None:
         self._of_tokens: dict[tuple[str, int, int], Array] = {}  # by kind, sample and index, until their tokens come
@@ -44,7 +45,9 @@ class RequestRows:
             for i, row in enumerate(values):
                 self._of_tokens[message.kind, message.sample, message.index + i] = row
         else:
-            self._prompt.setdefault(message.kind, {})[message.index] = values
+            pieces = self._prompt.setdefault(message.kind, {})
+            if len(values) > len(pieces.get(message.index, ())):
+                pieces[message.index] = values
 
     def take(self, kind: str, sample: int, index: int) -> Array | None:
         """What came of a kind for one token."""
@@ -57,11 +60,8 @@ class RequestRows:
 
     def prompt_hidden(self, num_tokens: int) -> Array | None:
         """(num_tokens, layers, hidden_size); None where none were asked for, or some went down with a connection."""
-        parts = sorted(self._prompt.get("prompt_hidden", {}).items())
-        begins = np.cumsum([0, *(len(values) for _, values in parts)]).tolist()
-        if not parts or [*(index for index, _ in parts), num_tokens] != begins:
-            return None
-        return np.concatenate([values for _, values in parts])
+        found, missing = self._pieces("prompt_hidden", 0)
+        return np.concatenate(found) if found and missing == num_tokens else None
 
     def prompt_logprobs(self) -> list[float | None] | None:
         """One for each token of the prompt; None where there are none."""
@@ -78,10 +78,18 @@ class RequestRows:
 
     def _joined(self, kind: str) -> Array:
         """Every row of a kind in order. Raises ProtocolError where some are missing."""
-        parts = sorted(self._prompt.get(kind, {}).items())
-        expected = 1
-        for index, values in parts:
-            if index != expected:
-                raise ProtocolError(f"rows from {expected} on are missing", field=kind)
-            expected += len(values)
-        return np.concatenate([values for _, values in parts])
+        found, missing = self._pieces(kind, 1)
+        if not found or missing < max(self._prompt[kind]):
+            raise ProtocolError(f"rows from {missing} on are missing", field=kind)
+        return np.concatenate(found)
+
+    def _pieces(self, kind: str, first: int) -> tuple[list[Array], int]:
+        """Rows of a kind from `first` on, each once and in order, and the index of the first that is missing."""
+        found, end = [], first
+        for index, values in sorted(self._prompt.get(kind, {}).items()):
+            if index > end:
+                break
+            if index + len(values) > end:
+                found.append(values[end - index :])
+                end = index + len(values)
+        return found, end

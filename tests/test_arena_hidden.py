@@ -160,3 +160,32 @@ def test_rows_of_another_shape_than_those_before_are_no_rows() -> None:
             array_of(message, bytes(20))
     assert rows.prompt_hidden(3) is not None
     assert rows.prompt_hidden(4) is None
+
+
+@pytest.mark.parametrize("first", [[(0, 4), (4, 6)], [(0, 4)], [(0, 10)], []])
+@pytest.mark.parametrize("again", [[(0, 10)], [(0, 3), (3, 7)], [(0, 6), (6, 4)], [(0, 1), (1, 1), (2, 8)]])
+def test_a_prompt_that_comes_again_in_other_pieces_is_whole(
+    first: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    """The next daemon may cut it elsewhere than the one whose pieces are here."""
+    rows = RequestRows()
+    states = np.arange(10 * 2 * 3, dtype=np.float32).reshape(10, 2, 3)
+    for index, count in [*first, *again]:
+        rows.push(Rows(1, "r", 0, "prompt_hidden", index, count, b"", 2), states[index : index + count])
+        logprobs = states[index : index + count, 0, :1]
+        rows.push(Rows(1, "r", 0, "prompt_logprobs", index + 1, count, b""), logprobs)
+    found = rows.prompt_hidden(10)
+    assert found is not None
+    np.testing.assert_array_equal(found, states)
+    assert rows.prompt_hidden(11) is None
+    assert rows.prompt_logprobs() == [None, *states[:, 0, 0].tolist()]
+
+
+def test_a_gap_in_a_prompt_is_found() -> None:
+    rows = RequestRows()
+    for index, count in ((1, 4), (3, 3), (7, 2)):
+        for kind in ("prompt_hidden", "prompt_logprobs"):
+            rows.push(Rows(1, "r", 0, kind, index, count, b""), np.zeros((count, 1), dtype=np.float32))
+    assert rows.prompt_hidden(9) is None
+    with pytest.raises(ProtocolError, match="rows from 6 on are missing"):
+        rows.prompt_logprobs()
