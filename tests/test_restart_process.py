@@ -163,6 +163,25 @@ def test_what_finished_unseen_is_kept_and_what_was_cancelled_is_not_begun_again(
         assert pool.stats()["tokens_generated_total"] == 0
 
 
+def test_two_of_one_name_do_not_get_tokens_of_each_other(daemon: DaemonProcess) -> None:
+    """Sessions of one user may use the same name, and only the name says what they come back for."""
+    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    with daemon.client(reconnect_s=PATIENCE_S) as one, daemon.client(reconnect_s=PATIENCE_S) as two:
+        streams = [one.submit(PROMPT, params, request_id="twice"), two.submit("Another", params, request_id="twice")]
+        alone = one.submit(PROMPT, params, request_id="once")
+        for stream in [*streams, alone]:
+            next(stream)
+        two.generate("Another", params, max_tokens=2, request_id="once")  # over, and accepted later
+        daemon.kill()
+        daemon.start()
+        for stream in streams:
+            with pytest.raises(Unsupported, match="same request_id"):
+                stream.result()
+        assert alone.result().token_ids == one.generate(PROMPT, params).token_ids
+        assert two.generate(PROMPT, params, request_id="twice").token_ids == alone.result().token_ids
+        assert eventually(lambda: at_rest(one), 1.0)
+
+
 def test_another_model_says_so_and_keeps_the_old_journal() -> None:
     with DaemonProcess("paced") as daemon, daemon.client(reconnect_s=PATIENCE_S) as pool:
         stream = pool.submit(PROMPT, max_tokens=200, ignore_eos=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 
 from ...client.wire.errors import KVPoolError
@@ -23,6 +24,7 @@ from .clients import Clients
 log = logging.getLogger(__name__)
 
 JOURNAL_SUFFIX = ".journal"
+AMBIGUOUS = "several requests of this user were under way with the same request_id"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -44,9 +46,10 @@ def take_up_all(journal: Journal, clients: Clients) -> None:
     """Begin where the last daemon stopped."""
     found = journal.recover(clients.now, time.time())
     at_work: dict[tuple[int, str], Request] = {}  # on the kept sequence of this user and name
+    under_way = Counter(_name(known) for known in found.requests.values() if not known.done)
     for known in found.requests.values():
         try:
-            request = _take_up(known, clients)
+            request = _take_up(known, clients, namesakes=under_way[_name(known)] - (not known.done))
         except KVPoolError as error:
             log.error("request %s cannot be taken up: %s", known.accept.submit.request_id, error)
         else:
@@ -60,18 +63,29 @@ def take_up_all(journal: Journal, clients: Clients) -> None:
             journal.let_go(held.key)
     for request in at_work.values():
         clients.keep_sequence(request)
-    clients.expect_owners_of_set_aside(found.set_aside)
+    ambiguous = dict.fromkeys((name for name, count in under_way.items() if count > 1), AMBIGUOUS)
+    clients.expect_owners_of_set_aside({**found.set_aside, **ambiguous})
     if found.requests or found.held:
         unfinished = sum(not known.done for known in found.requests.values())
         log.info("took up %d requests of the last daemon, %d to finish", len(found.requests), unfinished)
         log.info("took up %d sequences of the last daemon", len(found.held))
 
 
-def _take_up(known: KnownRequest, clients: Clients) -> Request:
+def _name(known: KnownRequest) -> tuple[int, str]:
+    return known.accept.uid, known.accept.submit.request_id
+
+
+def _take_up(known: KnownRequest, clients: Clients, *, namesakes: int) -> Request:
+    """`namesakes`: how many others of this user and name were under way. Who comes for one of several would get tokens
+    of another, so none of them goes on; who comes for the only one is not given what is over."""
     accept = known.accept
     request = make_request(accept.submit, clients.text, accept.uid, accept.arrival, seed=accept.seed)
     request.kept_as = accept.sequence
     request.keep = bool(accept.sequence)
     clients.engine.take_up(request, known)
-    clients.expect_owner(request)
+    if not namesakes:
+        clients.expect_owner(request)
+    elif not request.done:
+        log.warning("request %s of uid %d does not go on: %s", request.request_id, request.uid, AMBIGUOUS)
+        clients.engine.cancel(request)
     return request
