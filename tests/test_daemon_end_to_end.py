@@ -108,7 +108,8 @@ def test_figures(pool: Client) -> None:
     stats = pool.stats()
     wanted = (
         "epoch blocks_total blocks_free blocks_used blocks_cached sequences_running sequences_waiting sequences_paused "
-        "clients tokens_generated_total preemptions_total kv_waste_ratio steps_total step_ms uptime_s"
+        "clients tokens_generated_total preemptions_total kv_waste_ratio steps_total step_ms uptime_s "
+        "swapped_out_blocks_total swapped_in_blocks_total"
     )
     assert set(wanted.split()) <= set(stats)
     assert stats["clients"] == 1

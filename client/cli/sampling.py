@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..sampling_params import SamplingParams
+from ..sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each parameter that is worth typing; SamplingParams checks the values."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help=f"most tokens to generate (default: {DEFAULT_MAX_TOKENS})"
+    )
     group.add_argument("--min-tokens", type=int, metavar="N", help="no end of text before this many")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 1)")
     group.add_argument("--top-p", type=float, metavar="P", help="the fewest tokens whose probabilities sum to P")
     group.add_argument("--top-k", type=int, metavar="K", help="the K most likely tokens")
     group.add_argument("--min-p", type=float, metavar="P", help="tokens at least P times as likely as the likeliest")

@@ -110,5 +110,7 @@ class Metrics:
             "queue_ms": 1e3 * self.queue_s.percentile(0.5),
             "ttft_ms": 1e3 * self.ttft_s.percentile(0.5),
             "itl_ms": 1e3 * self.itl_s.percentile(0.5),
+            "swapped_out_blocks_total": self.swapped_out_blocks_total,
+            "swapped_in_blocks_total": self.swapped_in_blocks_total,
             "kv_waste_ratio": self.kv_waste_ratio,
         }
