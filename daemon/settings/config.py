@@ -115,7 +115,7 @@ class Config:
         choice("on-demand", "max", "pow2", "oracle"),
         "when blocks are taken; all but on-demand exist to measure the old ways",
     )
-    host_pool_bytes: int = option(0, size(), "memory for blocks of preempted sequences; 0: recompute them")
+    host_pool_bytes: int = option(0, size(), "memory for blocks of preempted sequences if that is faster; 0: recompute")
     max_queued_requests: int = option(
         1024, whole(1, 1_000_000), "sequences waiting, all users together", reloadable=True
     )
