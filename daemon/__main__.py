@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from .. import __version__
@@ -50,7 +51,7 @@ from .settings import config as configuration
 from .settings.config import Config
 from .settings.options import ConfigError
 from .system.background import Background
-from .system.devices import chosen_device, device_backend
+from .system.devices import chosen_device, device_backend, pool_head_start
 from .system.ledger import CPU_AUTO_BYTES, CPU_AUTO_SHARE, CUDA_AUTO_SHARE, Ledger, plan_memory
 from .system.logs import start_logging
 from .system.service import Manager, inherited_fds
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None, *, make_backend: MakeBackend | 
                 config,
                 os.environ,
                 load_again=lambda: configuration.load(flags, os.environ, file),
-                make_backend=make_backend or device_backend,
+                make_backend=make_backend,
             )
     except (ConfigError, ModelError, MemoryError) as error:
         print(f"kvpoold: {error}", file=sys.stderr)
@@ -107,7 +108,7 @@ def serve(
     environ: Mapping[str, str],
     *,
     load_again: Callable[[], Config],
-    make_backend: MakeBackend = device_backend,
+    make_backend: MakeBackend | None = None,
 ) -> None:
     """Run a daemon until it is told to stop; what it made is gone afterwards, however it ends."""
     started = time.monotonic()
@@ -120,6 +121,7 @@ def serve(
         path = socket_path(config.address, environ)
         endpoint = open_endpoint(config, path, inherited_fds(environ))
         stack.callback(endpoint.close)
+        make_backend = make_backend or partial(device_backend, head_start=pool_head_start(config))
         model, limits = _load_model(config, manager)
         backend = make_backend(config, model, limits, _reporter(manager))
         stack.callback(backend.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,12 +30,16 @@ def reserve_bytes(size: int, purpose: str, remedy: str) -> Bytes:
         raise MemoryError(
             f"{purpose} needs {size / 2**20:.0f} MiB, {available_memory() / 2**20:.0f} MiB are available; {remedy}"
         )
+    return np.frombuffer(_map(size), dtype=np.uint8)[:size]
+
+
+def _map(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, max(1, size) + SLACK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Private, because shared memory rarely gets huge pages; with small ones a step misses the TLB all the time.
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)[:size]
+    return memory
 
 
 @contextlib.contextmanager
@@ -52,6 +57,43 @@ def _touch(part: Bytes) -> None:
     """Make every page of `part` real. NumPy lets go of the interpreter meanwhile."""
     part[:: mmap.PAGESIZE] = 0
     part[-1:] = 0
+
+
+class HeadStart:
+    """Memory that a thread makes real, from its front on, while it is not yet known how much of it will be needed.
+
+    A gigabyte takes a second or two, in which a start has other things to do, most of them with one processor.
+    """
+
+    CHUNK_BYTES = 16 << 20
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes that may be needed. Nothing is done where that is much of what is available."""
+        self._size = most if most <= available_memory() // 2 else 0
+        self._mapping = _map(self._size)
+        self._memory: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.touched = 0  # bytes that are real
+        self._enough = self._size == 0
+        self._thread = threading.Thread(target=self._run, name="kvpool-memory", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._enough and self.touched < self._size:
+            end = min(self.touched + self.CHUNK_BYTES, self._size)
+            _touch(self._memory[self.touched : end])
+            self.touched = end
+
+    def take(self, size: int, purpose: str, remedy: str) -> tuple[Bytes, int]:
+        """(size,) uint8 zeros as of `reserve_bytes`, and how many are real; what is too much goes back. Once."""
+        self._enough = True
+        self._thread.join()
+        real, self.touched = self.touched, 0
+        kept = -(-(size + SLACK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE if size <= self._size else 0
+        if kept < real:
+            self._mapping.madvise(mmap.MADV_DONTNEED, kept, len(self._mapping) - kept)
+        if not kept:
+            return reserve_bytes(size, purpose, remedy), 0
+        return self._memory[:size], min(real, size)
 
 
 class Layout:

@@ -8,9 +8,11 @@ import os
 
 from ...model.backend import Backend, BackendLimits, Progress
 from ...model.cache import cache_directory
+from ...model.host_memory import HeadStart
 from ...model.loading import LoadedModel
 from ..settings.config import Config
 from ..settings.options import ConfigError
+from .ledger import CPU_AUTO_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +32,36 @@ def chosen_device(config: Config) -> str:
     return "cuda"
 
 
-def device_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+def pool_head_start(config: Config) -> HeadStart | None:
+    """The first thing of a start: the pool's memory, if it is the host's."""
+    if chosen_device(config) == "cuda":
+        return None
+    return HeadStart(CPU_AUTO_BYTES if config.pool_bytes is None else config.pool_bytes)
+
+
+def device_backend(
+    config: Config,
+    model: LoadedModel,
+    limits: BackendLimits,
+    progress: Progress,
+    *,
+    head_start: HeadStart | None = None,
+) -> Backend:
     """The back end, with weights and workspace. Its compiler is imported here: it takes longer than all the rest.
 
     Raises ConfigError for what the device cannot do, MemoryError for what does not fit.
     """
-    make = _cuda_backend if chosen_device(config) == "cuda" else _cpu_backend
     try:
-        return make(config, model, limits, progress)
+        if chosen_device(config) == "cuda":
+            return _cuda_backend(config, model, limits, progress)
+        return _cpu_backend(config, model, limits, progress, head_start)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _cpu_backend(config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress) -> Backend:
+def _cpu_backend(
+    config: Config, model: LoadedModel, limits: BackendLimits, progress: Progress, head_start: HeadStart | None
+) -> Backend:
     from ...model.cpu.backend import CpuBackend
 
     return CpuBackend(
@@ -55,6 +74,7 @@ def _cpu_backend(config: Config, model: LoadedModel, limits: BackendLimits, prog
         threads=config.threads or 0,
         progress=progress,
         model_hash=model.model_hash,
+        head_start=head_start,
     )
 
 

@@ -35,7 +35,7 @@ from ..backend import BackendLimits, Progress
 from ..batch import Float32, StepBatch, StepResult
 from ..cache import cache_directory
 from ..host import available_memory, usable_cpus
-from ..host_memory import Bytes, becoming_real, reserve_bytes
+from ..host_memory import Bytes, HeadStart, becoming_real
 from ..host_pool import PlainHostPool
 from ..keys_values import panels_as_numbers
 from ..program import Logits, Program, Weight
@@ -99,7 +99,8 @@ class CpuBackend(PlainHostPool):
     int16 | int8, for products with quantised weights (see `cpu_kernels.activations`).
 
     `threads` 0: as many as affinity and cgroup allow. `cache`: where compiled kernels are kept (default: with kvpool's
-    other files). `model_hash`: what the checkpoint holds, if its packed weights shall be kept there, too.
+    other files). `model_hash`: what the checkpoint holds, if its packed weights shall be kept there, too. `head_start`:
+    memory for the pool.
     Raises MemoryError naming what to lower, ValueError for an unknown dtype.
     """
 
@@ -116,6 +117,7 @@ class CpuBackend(PlainHostPool):
         progress: Progress = _quiet,
         cache: Path | None = None,
         model_hash: str = "",
+        head_start: HeadStart | None = None,
     ) -> None:
         if dtype not in WEIGHT_DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported on the CPU; set dtype to {', '.join(WEIGHT_DTYPES)}")
@@ -128,6 +130,7 @@ class CpuBackend(PlainHostPool):
         self._weights = pack_weights(program, checkpoint, dtype, progress, kept, model_hash)
         self._layout = PoolLayout.of(program.config, limits.block_size, kv)
         self._program, self._progress = program, progress
+        self._head_start = head_start or HeadStart(0)
         self._kernel_cache = cache or cache_directory() / "kernels"
         self._read_as = self._wanted_read_as()
         self._workspace = Workspace(program, limits, self._num_threads, self._read_as)
@@ -221,14 +224,15 @@ class CpuBackend(PlainHostPool):
         return self._layout.block_bytes
 
     def available_bytes(self) -> int:
-        return available_memory()
+        return available_memory() + self._head_start.touched
 
     # -- the pool -----------------------------------------------------------------------------------------------------
 
     def allocate_pool(self, num_blocks: int) -> None:
         """Kernels are loaded while the memory becomes real: both take long, and only one of them the interpreter."""
-        self._pool = reserve_bytes(num_blocks * self.block_bytes, "the pool", "lower pool_bytes")
-        with becoming_real(self._pool):
+        size = num_blocks * self.block_bytes
+        self._pool, num_real = self._head_start.take(size, "the pool", "lower pool_bytes")
+        with becoming_real(self._pool[num_real:]):
             kernels = self._load_kernels()
         table = OperationTable(self._weights, self._workspace, self._read_as, self._num_threads)
         self._operations, self._num_plain = table.build(self._program)
