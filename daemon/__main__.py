@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import resource
@@ -131,6 +132,8 @@ def serve(
         log.info("ready after %.1f s: %s on %s", time.monotonic() - started, model.name, path)
         if endpoint.remote is not None:
             log.info("clients of other machines: %s", endpoint.remote.endpoint)
+        gc.freeze()  # what was made by now stays: no collection need look at a vocabulary again
+        gc.enable()
         manager.ready(f"serving {model.name} on {path}")
         server.run()
         log.info("stopped")

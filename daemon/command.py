@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from ..client.cli.tools import missing_packages
@@ -9,6 +10,7 @@ from ..client.cli.tools import missing_packages
 
 def main() -> int:
     """Run the daemon with the command line's arguments. Returns the exit code."""
+    gc.disable()  # until it serves: a start makes a million objects and throws few away
     if missing := missing_packages():
         print(f"kvpoold: needs {', '.join(missing)}; install them with pip install 'kvpool[daemon]'", file=sys.stderr)
         return 1
