@@ -11,6 +11,7 @@ turn, three times; medians are shown.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pty
 import statistics
@@ -33,9 +34,12 @@ SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 
 
 
 def cpu_s(daemon: DaemonProcess) -> float:
-    """CPU seconds of all the daemon's threads."""
-    tasks = Path(f"/proc/{daemon.pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    """CPU seconds of the daemon's threads that live."""
+    total = 0
+    for task in Path(f"/proc/{daemon.pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 def stream(pool: Client, count: int) -> None:
