@@ -66,16 +66,18 @@ class HeadStart:
     """
 
     CHUNK_BYTES = 16 << 20
+    SHARE = 1 / 8  # of what is available, at most: weights, whose size nobody knows yet, must not miss it
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes that may be needed. Nothing is done where that is much of what is available."""
-        self._size = most if most <= available_memory() // 2 else 0
+        """`most`: bytes that may be needed. Nothing is done where that is more than SHARE."""
+        self._size = most if most <= available_memory() * self.SHARE else 0
         self._mapping = _map(self._size)
         self._memory: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
         self.touched = 0  # bytes that are real
-        self._enough = self._size == 0
+        self._enough = False
         self._thread = threading.Thread(target=self._run, name="kvpool-memory", daemon=True)
-        self._thread.start()
+        if self._size:
+            self._thread.start()
 
     def _run(self) -> None:
         while not self._enough and self.touched < self._size:
@@ -86,7 +88,8 @@ class HeadStart:
     def take(self, size: int, purpose: str, remedy: str) -> tuple[Bytes, int]:
         """(size,) uint8 zeros as of `reserve_bytes`, and how many are real; what is too much goes back. Once."""
         self._enough = True
-        self._thread.join()
+        if self._size:
+            self._thread.join()
         real, self.touched = self.touched, 0
         kept = -(-(size + SLACK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE if size <= self._size else 0
         if kept < real:

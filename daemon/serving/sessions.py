@@ -67,9 +67,7 @@ class Session:
     lifeline: Lifeline | None = None
     arena: SessionArena | None = None
     requests: dict[str, Request] = field(default_factory=dict)
-    outbox: deque[tuple[Parcel, int]] = field(
-        default_factory=deque
-    )  # could not be sent, with bytes: its reader is slow
+    outbox: deque[tuple[Parcel, int]] = field(default_factory=deque)  # not sent yet, and bytes: its reader is slow
     held_bytes: int = 0  # of what is in the outbox
     closed: bool = False
 

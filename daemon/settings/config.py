@@ -101,7 +101,7 @@ class Config:
         512, whole(1, 1_000_000), "tokens in one step, prompt chunks and decodes together"
     )
     max_model_len: int | None = option(
-        None, whole(2, 16_777_216, auto=True), "tokens of a sequence, prompt and output; auto: what the model knows"
+        None, whole(2, 16_777_216, auto=True), "tokens of a sequence, prompt and output; auto: the model's own limit"
     )
     threads: int | None = option(None, whole(1, 1024, auto=True), "threads of the CPU back end; auto: one per core")
     prefix_cache: bool = option(True, SWITCH, "keep blocks of finished sequences for prompts that begin the same way")

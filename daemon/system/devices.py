@@ -24,16 +24,15 @@ def chosen_device(config: Config) -> str:
     """`cpu` or `cuda`: auto takes the card where there is a driver for one, and CuPy to use it."""
     if config.device != "auto":
         return config.device
-    if not any(os.path.exists(node) for node in NVIDIA_NODES):
-        return "cpu"
-    if importlib.util.find_spec("cupy") is None:
-        log.warning("there is a GPU here; to use it, install kvpool[daemon,cuda13]")
-        return "cpu"
-    return "cuda"
+    return "cuda" if _has_card() and importlib.util.find_spec("cupy") is not None else "cpu"
+
+
+def _has_card() -> bool:
+    return any(os.path.exists(node) for node in NVIDIA_NODES)
 
 
 def pool_head_start(config: Config) -> HeadStart | None:
-    """The first thing of a start: the pool's memory, if it is the host's."""
+    """The first thing of a start: the pool's memory, if it is the host's and there is plenty."""
     if chosen_device(config) == "cuda":
         return None
     return HeadStart(CPU_AUTO_BYTES if config.pool_bytes is None else config.pool_bytes)
@@ -54,6 +53,8 @@ def device_backend(
     try:
         if chosen_device(config) == "cuda":
             return _cuda_backend(config, model, limits, progress)
+        if config.device == "auto" and _has_card():
+            log.warning("there is a GPU here; to use it, install kvpool[daemon,cuda13]")
         return _cpu_backend(config, model, limits, progress, head_start)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -80,7 +80,7 @@ def _kv_format(dtype: str, kv_dtype: str) -> str:
 
 
 def _form_of_activations(activations: str) -> str:
-    """auto: int16, which nobody can tell from float32, where the processor adds products of pairs in one go."""
+    """auto: int16, whose rounding is far below that of bfloat16 keys, where the processor adds pairs of products."""
     if activations != "auto":
         if activations not in INTEGER_PRODUCTS:
             known = ", ".join(("auto", *INTEGER_PRODUCTS))
@@ -130,7 +130,7 @@ class CpuBackend(PlainHostPool):
         self._weights = pack_weights(program, checkpoint, dtype, progress, kept, model_hash)
         self._layout = PoolLayout.of(program.config, limits.block_size, kv)
         self._program, self._progress = program, progress
-        self._head_start = head_start or HeadStart(0)
+        self._head_start = head_start
         self._kernel_cache = cache or cache_directory() / "kernels"
         self._read_as = self._wanted_read_as()
         self._workspace = Workspace(program, limits, self._num_threads, self._read_as)
@@ -224,14 +224,15 @@ class CpuBackend(PlainHostPool):
         return self._layout.block_bytes
 
     def available_bytes(self) -> int:
-        return available_memory() + self._head_start.touched
+        return available_memory() + (self._head_start.touched if self._head_start else 0)
 
     # -- the pool -----------------------------------------------------------------------------------------------------
 
     def allocate_pool(self, num_blocks: int) -> None:
         """Kernels are loaded while the memory becomes real: both take long, and only one of them the interpreter."""
         size = num_blocks * self.block_bytes
-        self._pool, num_real = self._head_start.take(size, "the pool", "lower pool_bytes")
+        head_start, self._head_start = self._head_start or HeadStart(0), None  # `close` frees the pool
+        self._pool, num_real = head_start.take(size, "the pool", "lower pool_bytes")
         with becoming_real(self._pool[num_real:]):
             kernels = self._load_kernels()
         table = OperationTable(self._weights, self._workspace, self._read_as, self._num_threads)
