@@ -26,9 +26,7 @@ class TokenEvent:
     sample: int  # which of the n sequences
     top_logprobs: dict[int, float] | None = None  # token_id -> logprob, best first
     logits: NDArray[np.float32] | None = None  # (vocab_size,), raw, read-only; with want_logits (see Stream.logits)
-    hidden: NDArray[np.float32] | None = (
-        None  # (layers, hidden_size), read-only; with hidden_layers (see Stream.hidden)
-    )
+    hidden: NDArray[np.float32] | None = None  # (layers, hidden_size), read-only, with hidden_layers: see Stream.hidden
 
 
 @dataclass(frozen=True, slots=True)
