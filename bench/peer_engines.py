@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from kvpool.client import AsyncClient, Client, KVPoolError
 
-READY_LIMIT_S = 300.0
+READY_LIMIT_S = 600.0  # vLLM compiles for minutes
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CHILD = Path(__file__).with_name("peer_child.py")
 
@@ -266,7 +266,13 @@ class Vllm(HttpServer):
     def environ(self) -> dict[str, str]:
         cores = f"0-{(os.cpu_count() or 1) - 1}"
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores} | quiet
+        preload = {"LD_PRELOAD": ":".join(self._faster_libraries())}
+        return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores} | quiet | preload
+
+    def _faster_libraries(self) -> list[str]:
+        """Those that vLLM's documents advise to preload, as far as they are installed."""
+        openmp = Path(self.executable).absolute().parent.parent / "lib" / "libiomp5.so"
+        return [str(path) for path in [*Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"), openmp] if path.exists()]
 
     def body(self, prompt: list[int], count: int) -> dict[str, Any]:
         wish = {"model": "m", "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0}

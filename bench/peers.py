@@ -1,9 +1,10 @@
 """kvpool beside other engines on this machine: the same prompts and token counts, one engine after the other.
 
-    python -m bench.peers [--model smollm2-135m] [--kvpool "--dtype int8"] [--peer KIND=EXECUTABLE,MODEL[,FLAG]...]
+    python -m bench.peers [--model smollm2-135m] [--kvpool "8:--dtype int8"] [--peer 8:KIND=EXECUTABLE,MODEL[,FLAG]...]
                           [--works W1,W2,W3,W4] [--repeats 3] [--rounds 1] [--trace azure_2023_conv.csv]
 
-`--kvpool` and `--peer` may be given several times.
+`--kvpool` and `--peer` may be given several times. The number before the colon is how many bits each weight has in that
+line's memory; it may be left out. Lines with the same number are compared with each other in a table of their own.
 
 KIND is llama (EXECUTABLE: llama-server; MODEL: a .gguf file), vllm, openvino or transformers (EXECUTABLE: the Python
 that has the package; MODEL: a directory). What is not installed is skipped with a line. Works:
@@ -11,7 +12,8 @@ that has the package; MODEL: a directory). What is not installed is skipped with
     W1  32 requests at once, 128 prompt tokens and 128 generated
     W2  one request, 128 + 128
     W3  64 requests at once: a common beginning of 512 tokens, new in every repetition, 32 of their own, 64 generated
-    W4  arrivals from a trace (lengths divided by 16, a quarter of its pace), or without one, random ones
+    W4  a minute of arrivals from a trace (lengths divided by 8), or without one, as many random ones; its output tokens
+        per second are bounded by the arrivals, so there latency tells: from when a request was due to its last token
 
 Every engine runs alone: start, one small warm-up, all works; `--rounds` repeats the whole tour, so that a slow hour of
 the machine meets everybody. Prompts are random token ids, other ones in each repetition. A request that does not bring
@@ -23,12 +25,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import shlex
 import signal
 import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,17 +41,19 @@ from bench.peer_engines import Engine, KVPool, Served, Work, find, peak_rss_mib
 from kvpool.model.loading import load_model
 
 FIRST_TOKEN = 1000  # below are special ones
-TRACE_SCALE, TRACE_SPEED, TRACE_SECONDS = 16.0, 0.25, 30.0
-RANDOM_ARRIVALS = (48, 1.5, 160, 24)  # requests, seconds between them, mean prompt and output tokens
+TRACE_SCALE, TRACE_SPEED, TRACE_SECONDS = 8.0, 1.0, 60.0
+RANDOM_ARRIVALS, MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 180, 120, 28
+LONGEST_PROMPT, LONGEST_OUTPUT = 1000, 200
 
 
 @dataclass
 class Figures:
-    """What one engine did in one work, a value for each repetition; and its memory and start."""
+    """What one engine did in one work, a value for each repetition; times are means over its requests."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)
 
     def add(self, served: list[Served], work: Work) -> None:
         wall = max(one.last_s for one in served)
@@ -56,6 +62,38 @@ class Figures:
         self.ttft_s.append(statistics.mean(waits))
         gaps = [(one.last_s - one.first_s) / (one.tokens - 1) for one in served if one.tokens > 1]
         self.itl_s.append(statistics.mean(gaps) if gaps else 0.0)
+        whole = [one.last_s - at_s for one, at_s in zip(served, work.arrivals, strict=True)]
+        self.latency_s.append(statistics.mean(whole))
+
+    def score(self, name: str) -> float:
+        """What lines are compared by, more being better: tokens per second, or where arrivals bound them, latency."""
+        return 1.0 / statistics.median(self.latency_s) if name == "W4" else statistics.median(self.tokens_per_s)
+
+
+@dataclass(frozen=True)
+class Match:
+    """kvpool's best line and the best peer among lines whose weights have the same number of bits."""
+
+    bits: int
+    ratio: float
+    ours: str
+    peer: str
+
+
+def is_ours(line: str) -> bool:
+    return line.startswith("kvpool")
+
+
+def matches(scores: Mapping[str, float], bits: Mapping[str, int | None]) -> list[Match]:
+    """One for each number of bits, most bits first, that both kvpool and a peer have a score with."""
+    found = []
+    for width in sorted({width for line in scores if (width := bits[line]) is not None}, reverse=True):
+        lines = sorted((line for line in scores if bits[line] == width), key=lambda line: -scores[line])
+        ours = next((line for line in lines if is_ours(line)), None)
+        peer = next((line for line in lines if not is_ours(line)), None)
+        if ours and peer:
+            found.append(Match(width, scores[ours] / scores[peer], ours, peer))
+    return found
 
 
 def random_prompt(dice: random.Random, length: int, vocab_size: int) -> list[int]:
@@ -79,10 +117,10 @@ def make_arrivals(dice: random.Random, vocab_size: int, trace: Path | None) -> W
         arrivals = [one.at_s for one in found]
         lengths, outputs = [one.prompt_tokens for one in found], [one.output_tokens for one in found]
     else:
-        count, gap, prompt, output = RANDOM_ARRIVALS
-        arrivals = sorted(dice.uniform(0.0, count * gap / 2) for _ in range(count))
-        lengths = [min(1000, max(4, round(dice.expovariate(1 / prompt)))) for _ in range(count)]
-        outputs = [min(200, max(2, round(dice.expovariate(1 / output)))) for _ in range(count)]
+        each = range(RANDOM_ARRIVALS)
+        arrivals = sorted(dice.uniform(0.0, TRACE_SECONDS) for _ in each)
+        lengths = [min(LONGEST_PROMPT, 4 + round(dice.expovariate(1 / MEAN_PROMPT_TOKENS))) for _ in each]
+        outputs = [min(LONGEST_OUTPUT, 2 + round(dice.expovariate(1 / MEAN_OUTPUT_TOKENS))) for _ in each]
     prompts = [random_prompt(dice, length, vocab_size) for length in lengths]
     return Work("W4", prompts, arrivals, outputs)
 
@@ -95,17 +133,19 @@ class Contest:
     repeats: int
     vocab_size: int
     trace: Path | None
+    bits: dict[str, int | None] = field(default_factory=dict)
     figures: dict[str, dict[str, Figures]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(Figures)))
-    ready_s: dict[str, float] = field(default_factory=dict)
+    ready_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     rss_mib: dict[str, float] = field(default_factory=dict)
     short: list[str] = field(default_factory=list)
 
-    def tour(self, engine: Engine, round_number: int) -> None:
+    def tour(self, engine: Engine, bits: int | None, round_number: int) -> None:
         """Start an engine, let it do everything, stop it."""
+        self.bits[engine.name] = bits
         begin = time.perf_counter()
         try:
             engine.start()
-            self.ready_s[engine.name] = time.perf_counter() - begin
+            self.ready_s[engine.name].append(time.perf_counter() - begin)
             engine.run(make_work("W2", -1 - round_number, self.vocab_size, None))
             for name in self.works:
                 self.repeat(engine, name, round_number)
@@ -121,7 +161,7 @@ class Contest:
             try:
                 served = engine.run(work)
             except NotImplementedError as error:
-                print(f"{engine.name:<40} {name} left out: {error}", flush=True)
+                print(f"{engine.name:<56} {name} left out: {error}", flush=True)
                 return
             wrong = sum(one.tokens != count for one, count in zip(served, work.output_tokens, strict=True))
             if wrong:
@@ -129,43 +169,59 @@ class Contest:
                 return
             figures = self.figures[name][engine.name]
             figures.add(served, work)
-            print(f"{engine.name:<40} {name} {figures.tokens_per_s[-1]:8.1f} tokens/s", flush=True)
+            print(f"{engine.name:<56} {name} {figures.tokens_per_s[-1]:8.1f} tokens/s", flush=True)
 
     def report(self) -> None:
         for name, rows in self.figures.items():
-            peers = [statistics.median(f.tokens_per_s) for who, f in rows.items() if not who.startswith("kvpool")]
-            best = max(peers, default=0.0)
-            print(f"\n{name:<40} {'output tokens/s':>22} {'of best peer':>12} {'TTFT s':>8} {'ITL ms':>8}")
-            for who, f in sorted(rows.items(), key=lambda row: -statistics.median(row[1].tokens_per_s)):
-                middle = statistics.median(f.tokens_per_s)
-                spread = f"{middle:.0f} [{min(f.tokens_per_s):.0f}-{max(f.tokens_per_s):.0f}]"
-                ratio = f"{middle / best:.2f}x" if best else "-"
-                ttft, itl = statistics.median(f.ttft_s), statistics.median(f.itl_s) * 1e3
-                print(f"{who:<40} {spread:>22} {ratio:>12} {ttft:8.2f} {itl:8.1f}")
-        print(f"\n{'':<40} {'time to ready s':>16} {'peak RSS MiB':>14}")
-        for who, ready in self.ready_s.items():
-            print(f"{who:<40} {ready:16.1f} {self.rss_mib.get(who, 0.0):14.0f}")
+            self.report_work(name, rows)
+        print(f"\n{'':<56} {'bits':>5} {'time to ready s':>18} {'peak RSS MiB':>13}")
+        for line, ready in self.ready_s.items():
+            spread = f"{statistics.median(ready):.1f} [{min(ready):.1f}-{max(ready):.1f}]"
+            print(f"{line:<56} {self.bits[line] or '-':>5} {spread:>18} {self.rss_mib.get(line, 0.0):13.0f}")
+
+    def report_work(self, name: str, rows: Mapping[str, Figures]) -> None:
+        scores = {line: figures.score(name) for line, figures in rows.items()}
+        best = max((score for line, score in scores.items() if not is_ours(line)), default=0.0)
+        heads = f"{'output tokens/s':>18} {'of best peer':>13} {'TTFT s':>7} {'ITL ms':>7} {'latency s':>10}"
+        print(f"\n{name:<56} {'bits':>5} {heads}")
+        for line in sorted(scores, key=lambda line: -scores[line]):
+            f = rows[line]
+            spread = f"{statistics.median(f.tokens_per_s):.0f} [{min(f.tokens_per_s):.0f}-{max(f.tokens_per_s):.0f}]"
+            ratio = f"{scores[line] / best:.2f}x" if best else "-"
+            ttft, itl, latency = (statistics.median(times) for times in (f.ttft_s, f.itl_s, f.latency_s))
+            times = f"{ttft:7.2f} {itl * 1e3:7.1f} {latency:10.2f}"
+            print(f"{line:<56} {self.bits[line] or '-':>5} {spread:>18} {ratio:>13} {times}")
+        for match in matches(scores, self.bits):
+            print(f"{name} with {match.bits:>2} bits: {match.ratio:.2f}x  ({match.ours}, against {match.peer})")
 
 
-def engines(options: argparse.Namespace) -> list[Engine]:
-    """kvpool in each of its forms, and the peers that are there."""
-    found: list[Engine] = [KVPool(options.model, shlex.split(flags)) for flags in options.kvpool or [""]]
-    for text in options.peer:
+def split_bits(text: str) -> tuple[int | None, str]:
+    """`8:rest` is (8, "rest"); without a number, all is rest."""
+    found = re.match(r"(\d+):", text)
+    return (int(found[1]), text[found.end() :]) if found else (None, text)
+
+
+def entrants(options: argparse.Namespace) -> list[tuple[int | None, Engine]]:
+    """kvpool in each of its forms, and the peers that are there, each with the bits of its weights."""
+    found: list[tuple[int | None, Engine]] = []
+    for bits, flags in map(split_bits, [""] if options.kvpool is None else options.kvpool):
+        found.append((bits, KVPool(options.model, shlex.split(flags))))
+    for bits, text in map(split_bits, options.peer):
         kind, _, rest = text.partition("=")
         executable, model, *flags = rest.split(",")
         engine = find(kind, executable, model, flags)
         if isinstance(engine, str):
             print(f"{kind} is skipped: {engine}")
         else:
-            found.append(engine)
+            found.append((bits, engine))
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="kvpool's")
-    parser.add_argument("--kvpool", action="append", help="flags of kvpoold; may be given several times")
-    parser.add_argument("--peer", action="append", default=[], metavar="KIND=EXECUTABLE,MODEL[,FLAG...]")
+    parser.add_argument("--kvpool", action="append", metavar="[BITS:]FLAGS", help="of kvpoold; several times")
+    parser.add_argument("--peer", action="append", default=[], metavar="[BITS:]KIND=EXECUTABLE,MODEL[,FLAG...]")
     parser.add_argument("--works", default="W1,W2,W3,W4")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
@@ -176,8 +232,8 @@ def main() -> int:
     vocab_size = load_model(options.model).config.vocab_size
     contest = Contest(options.works.split(","), options.repeats, vocab_size, options.trace)
     for number in range(options.rounds):
-        for engine in engines(options):
-            contest.tour(engine, number)
+        for bits, engine in entrants(options):
+            contest.tour(engine, bits, number)
     contest.report()
     for line in contest.short:
         print(f"\nFAILED {line}")
