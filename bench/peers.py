@@ -12,8 +12,8 @@ that has the package; MODEL: a directory). What is not installed is skipped with
     W1  32 requests at once, 128 prompt tokens and 128 generated
     W2  one request, 128 + 128
     W3  64 requests at once: a common beginning of 512 tokens, new in every repetition, 32 of their own, 64 generated
-    W4  a minute of arrivals from a trace (lengths divided by 8), or without one, as many random ones; its output tokens
-        per second are bounded by the arrivals, so there latency tells: from when a request was due to its last token
+    W4  a minute of arrivals from a trace (lengths divided by 16), or without one, as many random ones. Its tokens per
+        second are bounded by the arrivals, so latency is compared: from when a request was due to its last token
 
 Every engine runs alone: start, one small warm-up, all works; `--rounds` repeats the whole tour, so that a slow hour of
 the machine meets everybody. Prompts are random token ids, other ones in each repetition. A request that does not bring
@@ -41,9 +41,9 @@ from bench.peer_engines import Engine, KVPool, Served, Work, find, peak_rss_mib
 from kvpool.model.loading import load_model
 
 FIRST_TOKEN = 1000  # below are special ones
-TRACE_SCALE, TRACE_SPEED, TRACE_SECONDS = 8.0, 1.0, 60.0
-RANDOM_ARRIVALS, MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 180, 120, 28
-LONGEST_PROMPT, LONGEST_OUTPUT = 1000, 200
+TRACE_SCALE, TRACE_SPEED, TRACE_SECONDS = 16.0, 1.0, 60.0
+RANDOM_ARRIVALS, MEAN_PROMPT_TOKENS, MEAN_OUTPUT_TOKENS = 190, 56, 14
+LONGEST_PROMPT, LONGEST_OUTPUT = 500, 100
 
 
 @dataclass

@@ -90,21 +90,27 @@ def plot(points: list[Point], path: Path) -> bool:
         import matplotlib
 
         matplotlib.use("Agg")
-        from matplotlib import pyplot
+        from matplotlib import pyplot, ticker
     except ImportError:
         return False
-    threads = sorted({point.threads for point in points})
+    threads, batches = sorted({point.threads for point in points}), sorted({point.batch for point in points})
     figure, panels = pyplot.subplots(1, len(threads), figsize=(5.5 * len(threads), 4.5), sharey=True, squeeze=False)
     for panel, count in zip(panels[0], threads, strict=True):
         for number, context in enumerate(sorted({point.context for point in points})):
             line = [point for point in points if (point.threads, point.context) == (count, context)]
-            batches, colour = [point.batch for point in line], f"C{number}"
-            panel.plot(batches, [p.measured for p in line], "o-", color=colour, label=f"{context} tokens of context")
-            panel.plot(batches, [p.predicted for p in line], "--", color=colour, alpha=0.6)
-        panel.set(xscale="log", yscale="log", xlabel="sequences in a step", title=f"{count} threads (dashed: roofline)")
+            places, colour = [point.batch for point in line], f"C{number}"
+            panel.plot(places, [p.measured for p in line], "o-", color=colour, label=f"{context:,} tokens of context")
+            panel.plot(places, [p.predicted for p in line], "--", color=colour, alpha=0.6)
+        panel.plot([], [], "--", color="grey", label="roofline")
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set(xlabel="batch (sequences in a step)", title=f"{count} thread{'s' if count > 1 else ''}")
+        panel.set_xticks(batches, labels=[str(batch) for batch in batches])
+        for which in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
+            which(ticker.LogFormatter(minor_thresholds=(2, 0.5)))
         panel.grid(alpha=0.3, which="both")
     panels[0][0].set_ylabel("tokens per second")
-    panels[0][0].legend()
+    panels[0][-1].legend(fontsize="small", loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     return True

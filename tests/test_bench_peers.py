@@ -61,5 +61,5 @@ def test_a_trace_says_when_and_how_long(tmp_path: Path) -> None:
     rows = ["2023-11-16 18:15:46.0000000,800,80", "2023-11-16 18:15:48.5000000,400,16"]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows, "2023-11-16 18:17:48.0000000,8,8"]))
     work = make_work("W4", 0, VOCAB_SIZE, trace)
-    assert [len(prompt) for prompt in work.prompts] == [100, 50]
-    assert (work.arrivals, work.output_tokens) == ([0.0, 2.5], [10, 2])
+    assert [len(prompt) for prompt in work.prompts] == [50, 25]
+    assert (work.arrivals, work.output_tokens) == ([0.0, 2.5], [5, 1])
