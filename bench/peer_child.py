@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -67,18 +68,20 @@ class OpenVino:
 
 
 class Transformers:
-    """`generate` of a whole batch; all prompts have one length, and all arrive at once."""
+    """`generate` of a whole batch; all prompts have one length, and all arrive at once. In bfloat16 where the processor
+    has instructions for it; where it has not, float32 reads prompts four times as fast."""
 
-    def __init__(self, model: str, dtype: str = "bfloat16", threads: str = "2") -> None:
+    def __init__(self, model: str, dtype: str = "", threads: str = "2") -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
         import transformers
 
+        dtype = dtype or ("bfloat16" if "_bf16" in Path("/proc/cpuinfo").read_text() else "float32")
         torch.set_num_threads(int(threads))
         self._torch, self._library = torch, transformers
         loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model = loaded.eval()
-        self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
+        self.version = f"transformers {transformers.__version__}, torch {torch.__version__}, {dtype}"
 
     def run(self, prompts: list[list[int]], arrivals: list[float], output_tokens: list[int]) -> list[list[float]]:
         times: list[float] = []

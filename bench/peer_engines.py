@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from kvpool.client import AsyncClient, Client, KVPoolError
 
 READY_LIMIT_S = 600.0  # vLLM compiles for minutes
+ANSWER_LIMIT_S = 1800.0  # of a library, for one work
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CHILD = Path(__file__).with_name("peer_child.py")
 
@@ -301,6 +303,8 @@ class Library:
 
     def _answer(self) -> Any:
         assert self._process.process.stdout is not None
+        if not select.select([self._process.process.stdout], [], [], ANSWER_LIMIT_S)[0]:
+            raise self._process.failed(f"{self.name} did not answer within {ANSWER_LIMIT_S:.0f} s")
         line = self._process.process.stdout.readline()
         if not line:
             raise self._process.failed(f"{self.name} ended")
