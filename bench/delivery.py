@@ -74,7 +74,7 @@ class Stages:
             begin = time.thread_time()
             engine.turn(self.harness.now, step_done=engine.in_flight)
             turned = time.thread_time()
-            for session, parcel in parcels_of(engine.take_outputs(), engine.epoch):
+            for session, parcel in parcels_of(engine.take_outputs(), engine.take_ring_tokens(), engine.epoch):
                 self.delivery.give(session, parcel)
             given = time.thread_time()
             for ring, streams in readers:

@@ -2,10 +2,10 @@
 
     python -m bench.ipc [--clients 1,8,64] [--tokens 1,64,1000] [--seconds 1.0]
 
-The daemon's side is the real endpoint, sessions and delivery, without an engine: every step hands out tokens that were
-made beforehand, one for each stream, as a step of a model does. The clients are real processes that read their streams;
-all have the same number of them. The next step begins when everybody has read the last but three, so nobody waits long
-and nobody runs away.
+The daemon's side is the real endpoint, sessions and delivery, without an engine: every step hands out a token for each
+stream, as a step of a model does; they are made just before, as by an engine, which is not counted. The clients
+are real processes that read their streams; all have the same number of them. The next step begins when everybody has
+read the last but three, so nobody waits long and nobody runs away.
 
 CPU time is what counts on a machine that has other things to do: of the daemon's own thread while it delivers, of
 ZeroMQ's thread (both as the kernel counts them), and of the clients from their first token to their last. Much of it is
@@ -55,7 +55,8 @@ from kvpool.client.wire.protocol import (
 )
 from kvpool.daemon.engine.engine import Engine, Output
 from kvpool.daemon.engine.prompt_rows import Rows
-from kvpool.daemon.engine.request import Request
+from kvpool.daemon.engine.request import Fresh, Request
+from kvpool.daemon.engine.ring_tokens import RingTokens
 from kvpool.daemon.serving.arenas import layout_for
 from kvpool.daemon.serving.delivery import Delivery, parcels_of
 from kvpool.daemon.serving.endpoint import open_endpoint
@@ -69,6 +70,9 @@ AHEAD = 3  # steps that may be under way
 TEXTS = (" the", " sea", ",", " is", " deep", ".", " Although", "\n")
 PROMPT_IDS = 100_000
 ROWS = 400
+
+Given = tuple[list[Output], RingTokens]
+"""What an engine's turn gives out."""
 
 
 class Bench:
@@ -137,8 +141,8 @@ class Bench:
         elif isinstance(message, Goodbye) and session is not None:
             self.sessions.close(session)
 
-    def give(self, outputs: list[Output]) -> None:
-        for session, parcel in parcels_of(outputs, 1):
+    def give(self, given: Given) -> None:
+        for session, parcel in parcels_of(*given, 1):
             self.delivery.give(session, parcel)
 
     def finish(self) -> None:
@@ -243,22 +247,21 @@ def stream_tokens(bench: Bench, num_clients: int, tokens_per_step: int, arena: b
 
     with clients(bench, num_clients, arena, work):
         bench.serve_until(lambda: len(bench.requests) == num_clients * each)
-        plans = [step_of(bench.requests, step) for step in range(steps)]
         thread_s, zeromq_before, begin = 0.0, other_threads_s(), time.perf_counter()
-        for step, outputs in enumerate(plans):
+        for step in range(steps):
             while board.read.min() < (step - AHEAD) * each:
                 time.sleep(0.0002)
+            given = step_of(bench.requests, step)  # just before, as an engine does it
             before = time.thread_time()
-            bench.give(outputs)
+            bench.give(given)
             thread_s += time.thread_time() - before
             if step >= 12 and time.perf_counter() - begin > seconds:
-                plans = plans[: step + 1]
                 break
-        while board.read.min() < len(plans) * each:
+        while board.read.min() < (step + 1) * each:
             time.sleep(0.0002)
         wall_s, zeromq_s = time.perf_counter() - begin, other_threads_s() - zeromq_before
         bench.finish()
-    total = len(plans) * each * num_clients
+    total = (step + 1) * each * num_clients
     return Cost(total / wall_s, *(1e6 * cost / total for cost in (thread_s, zeromq_s, float(board.cpu_s.sum()))))
 
 
@@ -270,9 +273,16 @@ def read_each(streams: list[Stream]) -> bool:
     return more
 
 
-def step_of(requests: list[Request], step: int) -> list[Output]:
-    text = (TEXTS[step % len(TEXTS)],)
-    return [Output(r, TokenBatch(r.request_id, 0, step, (step,), text, (-0.5,))) for r in requests]
+def step_of(requests: list[Request], step: int) -> Given:
+    text = TEXTS[step % len(TEXTS)]
+    outputs, tokens = [], RingTokens()
+    for request in requests:
+        fresh: Fresh = (step, (step,), (text,), (-0.5,), ())
+        if request.handle is None:
+            outputs.append(Output(request, TokenBatch(request.request_id, 0, *fresh)))
+        else:
+            tokens.add(request, 0, fresh, ())
+    return outputs, tokens
 
 
 def show_streams(bench: Bench, counts: list[int], sizes: list[int], seconds: float) -> None:
@@ -368,9 +378,9 @@ def stream_logits(bench: Bench, row: NDArray[np.float32], arena: bool) -> tuple[
         for index in range(ROWS):
             while board.read[0] < index - 8:
                 time.sleep(0.00005)
-            rows, token = Rows("logits", index, row[np.newaxis]), TokenBatch(request.request_id, 0, index, (1,))
+            given = logits_of(request, index, row)
             before = time.thread_time()
-            bench.give([Output(request, rows), Output(request, token)])
+            bench.give(given)
             thread_s += time.thread_time() - before
         while board.read[0] < ROWS:
             time.sleep(0.00005)
@@ -378,6 +388,19 @@ def stream_logits(bench: Bench, row: NDArray[np.float32], arena: bool) -> tuple[
         bench.finish()
     total = ROWS * row.nbytes / 1e9
     return total / wall_s, total / (thread_s + zeromq_s), total / float(board.cpu_s[0])
+
+
+def logits_of(request: Request, index: int, row: NDArray[np.float32]) -> Given:
+    fresh: Fresh = (index, (1,), (), (), ())
+    outputs, tokens = [], RingTokens()
+    if request.handle is None:
+        outputs = [
+            Output(request, Rows("logits", index, row[np.newaxis])),
+            Output(request, TokenBatch(request.request_id, 0, *fresh)),
+        ]
+    else:
+        tokens.add(request, 0, fresh, [row])
+    return outputs, tokens
 
 
 def show_logits(bench: Bench) -> None:

@@ -64,6 +64,8 @@ def test_tokens_come_through_the_ring_and_not_in_messages(rig: Rig) -> None:
         {"logprobs": 0},
         {"logprobs": 3},  # candidates have no place in the ring
         {"n": 3, "temperature": 1.0, "seed": 5},
+        {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 5},
+        {"beam_width": 2, "n": 2},
         {"stop": ["zz", " of the"], "logprobs": 0},
         {"want_text": False},
         {"max_tokens": 0},

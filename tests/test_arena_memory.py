@@ -8,6 +8,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,10 +28,9 @@ from kvpool.client.arena.arena import (
     Layout,
 )
 from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller, UploadReader, UploadWriter
-from kvpool.client.arena.ring import RECORD, TEXT_BYTES, RingReader, RingWriter
+from kvpool.client.arena.ring import RECORD, TEXT_BYTES, RingReader, RingWriter, pack_tokens, places_of_logits
 from kvpool.client.results import TokenEvent
 from kvpool.client.wire.errors import InvalidArgument, ProtocolError
-from kvpool.client.wire.messages import TokenBatch
 from kvpool.client.wire.token_ids import pack_token_ids
 
 SMALL = Layout(ring_records=128, upload_bytes=PAGE_BYTES, bulk_bytes=PAGE_BYTES)
@@ -48,12 +48,17 @@ def both_ends(layout: Layout = SMALL) -> Iterator[tuple[Arena, Arena]]:
 
 
 def ring_ends(daemon: Arena, client: Arena) -> tuple[RingWriter, RingReader]:
-    return RingWriter(daemon, BulkWriter(daemon)), RingReader(client, BulkReader(client))
+    return RingWriter(daemon), RingReader(client, BulkReader(client))
 
 
-def batch(tokens: list[tuple[int, str, float]], index: int = 0, sample: int = 0) -> TokenBatch:
-    ids, texts, logprobs = (tuple(token[i] for token in tokens) for i in range(3))
-    return TokenBatch("r", sample, index, ids, texts, logprobs)
+Item = tuple[int, str, float | None]  # token_id, text, logprob
+
+
+def records_of(items: list[Item], handle: int = 1, index: int = 0, sample: int = 0) -> list[bytes]:
+    """Those of each token of a sample."""
+    ids, texts, logprobs = ([item[i] for item in items] for i in range(3))
+    count = len(items)
+    return pack_tokens([handle] * count, [sample] * count, range(index, index + count), ids, texts, logprobs)
 
 
 # Layout
@@ -157,7 +162,8 @@ tokens = st.lists(st.tuples(st.integers(0, 2**31 - 1), texts, logprobs), max_siz
 
 
 class RingMachine(RuleBasedStateMachine):
-    """One writer, one reader, and a deque of what is between them."""
+    """One writer, one reader, and what is between them: records that are written, and those of them that are visible.
+    A token has come when its last record has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,45 +171,43 @@ class RingMachine(RuleBasedStateMachine):
         self.client = Arena.open(fd)
         os.close(fd)
         self.writer, self.reader = ring_ends(self.daemon, self.client)
-        self.written: deque[tuple[int, TokenEvent]] = deque()  # not published yet
-        self.visible: deque[tuple[int, TokenEvent]] = deque()
+        self.rest = b""  # for which there was no room
+        self.written = self.visible = 0  # records
+        self.coming: deque[list[Any]] = deque()  # of each token: records that are still to be read, handle, event
 
-    def records(self) -> int:
-        between = [*self.written, *self.visible]
-        return sum(max(1, -(-len(event.text.encode()) // TEXT_BYTES)) for _, event in between)
-
+    @precondition(lambda self: not self.rest)
     @rule(handle=st.integers(0, 2**32 - 1), items=tokens, index=st.integers(0, 2**30), sample=st.integers(0, 1023))
-    def write(self, handle: int, items: list[tuple[int, str, float]], index: int, sample: int) -> None:
-        free = SMALL.ring_records - self.records()
-        count = self.writer.write(handle, batch(items, index, sample))
-        for i, (token_id, text, logprob) in enumerate(items[:count]):
-            self.written.append((handle, TokenEvent(token_id, text, logprob, index + i, sample)))
-        needed = [max(1, -(-len(text.encode()) // TEXT_BYTES)) for _, text, _ in items]
-        assert count == len(items) or sum(needed[: count + 1]) > free  # it stops only where the next has no room
-        assert sum(needed[:count]) <= free
+    def write(self, handle: int, items: list[Item], index: int, sample: int) -> None:
+        for i, (records, item) in enumerate(zip(records_of(items, handle, index, sample), items, strict=True)):
+            assert len(records) == RECORD_BYTES * max(1, -(-len(item[1].encode()) // TEXT_BYTES))
+            self.coming.append([len(records) // RECORD_BYTES, handle, TokenEvent(*item, index + i, sample)])
+            self.rest += records
+        self.write_rest()
 
-    @rule(items=tokens, handle=st.integers(0, 9))
-    def write_step(self, items: list[tuple[int, str, float]], handle: int) -> None:
-        """A step: one token of each of several samples."""
-        step = [(handle, batch([item], index), None) for index, item in enumerate(items)]
-        free = SMALL.ring_records - self.records()
-        count, rest = self.writer.write_step(step)
-        assert rest == 0
-        for index, (token_id, text, logprob) in enumerate(items[:count]):
-            self.written.append((handle, TokenEvent(token_id, text, logprob, index, 0)))
-        needed = [max(1, -(-len(text.encode()) // TEXT_BYTES)) for _, text, _ in items]
-        assert count == len(items) or sum(needed[: count + 1]) > free
+    @rule()
+    def write_rest(self) -> None:
+        free = (SMALL.ring_records - self.written - self.visible) * RECORD_BYTES
+        count = self.writer.write(self.rest)
+        assert count == min(len(self.rest), free)
+        self.written += count // RECORD_BYTES
+        self.rest = self.rest[count:]
 
     @rule()
     def publish(self) -> None:
         assert self.writer.publish() is bool(self.written)
-        self.visible.extend(self.written)
-        self.written.clear()
+        self.visible, self.written = self.visible + self.written, 0
 
     @rule()
     def read(self) -> None:
-        assert self.reader.read() == list(self.visible)
-        self.visible.clear()
+        expected = []
+        while self.coming and self.coming[0][0] <= self.visible:
+            count, handle, event = self.coming.popleft()
+            self.visible -= count
+            expected.append((handle, event))
+        if self.coming:
+            self.coming[0][0] -= self.visible
+        self.visible = 0
+        assert self.reader.read() == expected
 
     @precondition(lambda self: self.visible or self.written)
     @rule(tail=st.integers(0, 2**64 - 1))
@@ -215,12 +219,12 @@ class RingMachine(RuleBasedStateMachine):
             tail = published + 1
             self.client.words[RING_TAIL] = tail
         with pytest.raises(ProtocolError, match=r"arena\.ring_tail"):
-            self.writer.write(1, batch([(1, "", 0.0)]))
+            self.writer.write(bytes(RECORD_BYTES))
         self.client.words[RING_TAIL] = true
 
     @invariant()
     def never_more_than_it_holds(self) -> None:
-        assert self.records() <= SMALL.ring_records
+        assert self.written + self.visible <= SMALL.ring_records
 
     def teardown(self) -> None:
         self.client.close()
@@ -235,7 +239,8 @@ def test_cursors_wrap_around_the_ring_many_times() -> None:
     with both_ends() as (daemon, client):
         (writer, reader), seen = ring_ends(daemon, client), []
         for round_number in range(100):
-            assert writer.write(3, batch([(i, f"t{i}", -0.5) for i in range(37)], 37 * round_number)) == 37
+            records = b"".join(records_of([(i, f"t{i}", -0.5) for i in range(37)], 3, 37 * round_number))
+            assert writer.write(records) == len(records)
             writer.publish()
             seen += [event.index for _, event in reader.read()]
         assert seen == list(range(3700))
@@ -243,35 +248,51 @@ def test_cursors_wrap_around_the_ring_many_times() -> None:
 
 def test_a_full_ring_takes_what_fits_and_goes_on_from_there() -> None:
     with both_ends() as (daemon, client):
-        writer, reader = ring_ends(daemon, client)
-        many = batch([(i, "", -1.0) for i in range(300)])
-        first, seen = 0, []
-        while first < 300:
-            after = writer.write(1, many, first)
-            assert after == min(300, first + 128)
-            assert writer.write(1, many, after) == after or after == 300
+        (writer, reader), seen = ring_ends(daemon, client), []
+        records = b"".join(records_of([(i, "", -1.0) for i in range(300)]))
+        while records:
+            count = writer.write(records)
+            assert count == min(len(records), SMALL.ring_records * RECORD_BYTES)
+            records = records[count:]
+            if records:
+                assert writer.write(records) == 0
             writer.publish()
             seen += [event.token_id for _, event in reader.read()]
-            first = after
         assert seen == list(range(300))
 
 
-def test_the_longest_text_of_a_token_fits_the_ring_of_a_session() -> None:
+def test_a_text_longer_than_the_ring_comes_in_the_end() -> None:
     text = "x" * 65536
-    with both_ends(Layout(8192, PAGE_BYTES, PAGE_BYTES)) as (daemon, client):
+    with both_ends(Layout(4096, PAGE_BYTES, PAGE_BYTES)) as (daemon, client):
         writer, reader = ring_ends(daemon, client)
-        assert writer.write(1, TokenBatch("r", 0, 0, (5,), (text,))) == 1
+        (records,) = records_of([(5, text, None)])
+        written = writer.write(records)
+        writer.publish()
+        assert reader.read() == []
+        assert writer.write(records[written:]) == len(records) - written > 0
         writer.publish()
         assert reader.read() == [(1, TokenEvent(5, text, None, 0, 0))]
 
 
-def test_without_texts_and_logprobs_there_are_none() -> None:
+def test_what_is_not_published_is_not_read() -> None:
     with both_ends() as (daemon, client):
         writer, reader = ring_ends(daemon, client)
-        writer.write(1, TokenBatch("r", 2, 9, (5, 6)))
-        assert reader.read() == []  # not published
+        writer.write(b"".join(records_of([(5, "", None), (6, "", None)], index=9, sample=2)))
+        assert reader.read() == []
         writer.publish()
         assert reader.read() == [(1, TokenEvent(5, "", None, 9, 2)), (1, TokenEvent(6, "", None, 10, 2))]
+
+
+def test_a_place_for_logits_stands_before_each_token_that_has_some() -> None:
+    texts = ["", "a text of more than twelve bytes", "é"]
+    plain = pack_tokens([7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [None, -0.5, None])
+    with_some = pack_tokens([7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [None, -0.5, None], {1, 2})
+    assert with_some[0] == plain[0]
+    assert places_of_logits(b"".join(plain)) == []
+    assert places_of_logits(b"".join(with_some)) == [RECORD_BYTES + 20, 5 * RECORD_BYTES + 20]
+    for alone, both in zip(plain[1:], with_some[1:], strict=True):
+        assert both[RECORD_BYTES:] == alone
+        assert both[:18] == alone[:18]
 
 
 @pytest.mark.parametrize("head", [129, 2**63, 2**64 - 1])
@@ -332,7 +353,7 @@ def test_only_a_reader_that_sleeps_is_woken() -> None:
         writer, reader = ring_ends(daemon, client)
 
         def published() -> bool:
-            writer.write(1, batch([(5, "a", -1.0)]))
+            writer.write(*records_of([(5, "a", -1.0)]))
             return writer.publish()
 
         assert published()  # who never says anything is always woken

@@ -99,10 +99,10 @@ def test_the_same_beams_as_a_plain_search(
     search = BeamSearch(width, max_tokens, stops, length_penalty=penalty, early_stopping=early)
     branches = [Branch(0, -1)]
     while branches:
-        rows = [row(tuple(token.token_id for token in beam.tokens)) for beam in search.beams]
+        rows = [row(tuple(token_id for token_id, *_ in beam.tokens)) for beam in search.beams]
         branches = search.advance([list(zip(ids, values.tolist(), strict=True)) for ids, values in rows])
         assert len(branches) <= width
-    found = [(tuple(token.token_id for token in a.tokens), a.rank, a.finish_reason) for a in search.answers]
+    found = [(tuple(token_id for token_id, *_ in a.tokens), a.rank, a.finish_reason) for a in search.answers]
     expected = plain_search(lambda tokens: row(tuple(tokens)), [], width, max_tokens, stops, penalty, early)
     assert found == expected
 

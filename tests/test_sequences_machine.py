@@ -145,7 +145,7 @@ class SequencesMachine(RuleBasedStateMachine):
     def _turn(self, *, device_done: bool = True) -> None:
         engine = self.harness.engine
         engine.turn(self.clients.now, step_done=engine.in_flight and device_done)
-        self.clients.deliver(engine.take_outputs())
+        self.clients.deliver()
 
     def _own(self, who: bytes, name: str) -> tuple[Known | None, str]:
         """The session's own sequence of this name; else the error that it must get."""

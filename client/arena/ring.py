@@ -22,105 +22,92 @@ for the other: a full ring is said to the writer's caller, an empty one to the r
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..results import TokenEvent
 from ..wire.errors import ProtocolError
-from ..wire.messages import TokenBatch
 from .arena import READER_AWAKE, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Fence, check_cursor
-from .regions import BulkReader, BulkWriter, Teller
+from .regions import BulkReader
 
 RECORD = struct.Struct("<IIifHBB12s")
 TEXT_BYTES = 12
 HAS_LOGPROB, TEXT_GOES_ON, LOGITS = 1, 2, 4
 PLACE = struct.Struct("<QI")  # in the text of a record with LOGITS
+FLAGS_AT, TEXT_AT = 18, 20  # bytes from a record's beginning
+TAIL = struct.Struct("<BB12s")  # from FLAGS_AT on
 MAX_HANDLE = 2**32 - 1
 
 Float32 = NDArray[np.float32]
-RingBatch = tuple[int, TokenBatch, Float32 | None]
-"""Tokens of one sample with their request's handle, and their logits (tokens, vocab_size) where these are wanted."""
-
 Record = tuple[int, int, int, float, int, int, int, bytes]
 
 
-class RingWriter:
-    """The daemon's end. `write` any number of tokens, then `publish` them together."""
+def pack_tokens(
+    handles: Iterable[int],
+    samples: Iterable[int],
+    indexes: Iterable[int],
+    token_ids: Iterable[int],
+    texts: Iterable[str],
+    logprobs: Sequence[float | None],
+    with_logits: Collection[int] = (),
+) -> list[bytes]:
+    """The records of each token, given as columns. `with_logits`: which tokens have a record for the place of their
+    logits, which is to be filled in."""
+    encoded = [text.encode() for text in texts]
+    sizes = [len(text) for text in encoded]
+    flags = [0 if logprob is None else HAS_LOGPROB for logprob in logprobs]
+    several = {row for row, size in enumerate(sizes) if size > TEXT_BYTES}.union(with_logits)
+    for row in several:
+        sizes[row] = 0
+    known = [logprob or 0.0 for logprob in logprobs]
+    records = list(map(RECORD.pack, handles, indexes, token_ids, known, samples, flags, sizes, encoded))
+    for row in several:
+        head = records[row][:FLAGS_AT]
+        records[row] = _several(head, flags[row], encoded[row], PLACE.size if row in with_logits else 0)
+    return records
 
-    def __init__(self, arena: Arena, bulk: BulkWriter) -> None:
-        self._words, self._ring, self._bulk = arena.words, arena.ring, bulk
-        self._capacity = arena.layout.ring_records
+
+def _several(numbers: bytes, flags: int, text: bytes, place_bytes: int) -> bytes:
+    """The records of a token that one cannot tell of, which all begin with its numbers."""
+    parts = [text[at : at + TEXT_BYTES] for at in range(0, len(text), TEXT_BYTES)] or [b""]
+    heads = [(flags | TEXT_GOES_ON, len(part)) for part in parts[:-1]] + [(flags, len(parts[-1]))]
+    records = [TAIL.pack(*head, part) for head, part in zip(heads, parts, strict=True)]
+    if place_bytes:
+        records.insert(0, TAIL.pack(flags | LOGITS, place_bytes, b""))
+    return b"".join(numbers + record for record in records)
+
+
+def places_of_logits(records: bytes) -> list[int]:
+    """Where in `records` the places of logits are to be written, as `PLACE`."""
+    begins = range(0, len(records), RECORD_BYTES)
+    return [begin + TEXT_AT for begin in begins if records[begin + FLAGS_AT] & LOGITS]
+
+
+class RingWriter:
+    """The daemon's end. `write` any number of records, then `publish` them together."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._words, self._ring = arena.words, arena.ring
         self._head = 0
         self._published = 0
         self._tail = 0
         self._fence = Fence()
 
-    def write_step(self, step: Sequence[RingBatch], first: int = 0) -> tuple[int, int]:
-        """Write the tokens of a step as far as there is room, its first batch from token `first` on.
-
-        How many batches are written, and how many tokens of the next one. Raises ProtocolError as `write`.
-        """
-        pack, ring, mask = RECORD.pack_into, self._ring, self._capacity - 1
-        head, room = self._head, self._room()
-        for done, (handle, batch, logits) in enumerate(step):
-            # Nearly always one token and a short text: in few words, because here the time of delivery goes.
-            if len(batch.token_ids) == 1 and logits is None and room:
-                text = batch.texts[0].encode() if batch.texts else b""
-                if len(text) <= TEXT_BYTES:
-                    logprob, flags = (batch.logprobs[0], HAS_LOGPROB) if batch.logprobs else (0.0, 0)
-                    at, token_id = (head & mask) * RECORD_BYTES, batch.token_ids[0]
-                    pack(ring, at, handle, batch.index, token_id, logprob, batch.sample, flags, len(text), text)
-                    head, room = head + 1, room - 1
-                    continue
-            self._head = head
-            first = self.write(handle, batch, first, logits)
-            head, room = self._head, self._room()
-            if first < len(batch.token_ids):
-                return done, first
-            first = 0
-        self._head = head
-        return len(step), 0
-
-    def write(self, handle: int, batch: TokenBatch, first: int = 0, logits: Float32 | None = None) -> int:
-        """Write the batch's tokens from `first` on, as far as there is room; how many of the batch are written now.
-
-        `logits`: (tokens of the batch, vocab_size), for the bulk region. A token is written whole or not at all. Raises
-        ProtocolError if a cursor of the reader is impossible.
-        """
-        pack, ring, mask = RECORD.pack_into, self._ring, self._capacity - 1
-        texts, logprobs, index, sample = batch.texts, batch.logprobs, batch.index, batch.sample
-        head, room = self._head, self._room()
-        for i in range(first, len(batch.token_ids)):
-            text = texts[i].encode() if texts else b""
-            logprob, flags = (logprobs[i], HAS_LOGPROB) if logprobs else (0.0, 0)
-            num_records = 1 if len(text) <= TEXT_BYTES else -(-len(text) // TEXT_BYTES)
-            if logits is not None:
-                num_records += 1
-            if num_records > room:
-                self._head = head
-                return i
-            numbers = (handle, index + i, batch.token_ids[i], logprob, sample)
-            if logits is not None:
-                place = self._bulk.put(logits[i], Teller.RING)
-                if place is None:
-                    self._head = head
-                    return i
-                pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags | LOGITS, PLACE.size, PLACE.pack(*place))
-                head += 1
-            room -= num_records
-            while len(text) > TEXT_BYTES:
-                pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags | TEXT_GOES_ON, TEXT_BYTES, text[:TEXT_BYTES])
-                head, text = head + 1, text[TEXT_BYTES:]
-            pack(ring, (head & mask) * RECORD_BYTES, *numbers, flags, len(text), text)
-            head += 1
-        self._head = head
-        return len(batch.token_ids)
-
-    def _room(self) -> int:
+    def write(self, records: bytes | memoryview) -> int:
+        """Write whole records as far as there is room: how many bytes of them. Raises ProtocolError if the reader's
+        cursor is impossible."""
+        ring = self._ring
         self._tail = check_cursor("ring_tail", self._words[RING_TAIL], self._tail, self._published)
-        return self._capacity - (self._head - self._tail)
+        count = min(len(records), len(ring) - (self._head - self._tail) * RECORD_BYTES)
+        begin = self._head * RECORD_BYTES % len(ring)
+        first = min(count, len(ring) - begin)
+        ring[begin : begin + first] = records[:first]
+        if first < count:
+            ring[: count - first] = records[first:count]
+        self._head += count // RECORD_BYTES
+        return count
 
     def publish(self) -> bool:
         """Let the reader see what was written; whether it sleeps, and has to be woken for that."""

@@ -92,7 +92,7 @@ class BeamSearch:
         following: list[Beam] = []
         for place, (minus_score, number, rank) in enumerate(found[: 2 * self.width]):
             token_id, logprob = candidates[number][rank]
-            token = Token(token_id, logprob, tuple(candidates[number][: self._num_logprobs]))
+            token: Token = (token_id, logprob, tuple(candidates[number][: self._num_logprobs]), None)
             beam = Beam((*self.beams[number].tokens, token), -minus_score)
             if token_id not in self._stop_token_ids:
                 branches.append(Branch(number, token_id))

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...client.wire.errors import InternalError, KVPoolError, NumericError, Unsupported
 from ...client.wire.protocol import ErrorInfo, Finished, Notice, TokenBatch
-from ...model.batch import StepResult
+from ...model.batch import Float32, StepResult
 from ..memory.sequence import Sequence
 from ..persistence.journal import Journal
 from ..persistence.journal_records import KnownRequest
@@ -36,7 +36,8 @@ from .metrics import Metrics
 from .observations import note_occupancy, note_plan, note_token
 from .pace import Pace
 from .prompt_rows import Rows
-from .request import Request, Sample, Token
+from .request import Fresh, Request, Sample
+from .ring_tokens import RingTokens
 from .step_builder import Report
 from .step_runner import StepRunner
 from .submission import submit_of
@@ -78,6 +79,7 @@ class Engine:
         self._samples: dict[int, Sample] = {}  # by sequence id: those whose sequences have not ended
         self._to_flush: dict[Sample, None] = {}  # have fresh tokens, or have ended
         self._outputs: list[Output] = []
+        self._ring_tokens = RingTokens()
         self._between: list[Callable[[], None]] = []
         self.pace = Pace(scheduler, runner, self._samples, self._notice)
         self._suspects = Suspects(journal, self.pace)
@@ -106,7 +108,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """No request is alive and nothing waits to be given out."""
-        return self._plan is None and not self._samples and not self._to_flush and not self._outputs
+        waiting = self._to_flush or self._outputs or self._ring_tokens
+        return self._plan is None and not self._samples and not waiting
 
     @property
     def wake_at(self) -> float | None:
@@ -126,9 +129,14 @@ class Engine:
         return set(self._samples)
 
     def take_outputs(self) -> list[Output]:
-        """What was made since the last call, in order."""
+        """What was made since the last call, in order, but for tokens that go through rings."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def take_ring_tokens(self) -> RingTokens:
+        """Tokens since the last call for requests with a handle. The ends among the outputs come after them."""
+        tokens, self._ring_tokens = self._ring_tokens, RingTokens()
+        return tokens
 
     # What callers ask
 
@@ -290,7 +298,7 @@ class Engine:
             logits = result.logits[row] if result.logits is not None and sample.request.want_logits else None
             if sample.request.taken_up:
                 self._suspects.clear(sample.request)
-            sample.fresh.append(Token(token_ids[row], logprobs[row], top, logits))
+            sample.fresh.append((token_ids[row], logprobs[row], top, logits))
             if sample.has_penalties:
                 sample.count(token_ids[row])
             sampled[chunk.sequence.sequence_id] = token_ids[row]
@@ -408,33 +416,47 @@ class Engine:
         A sequence that stays is free for its owner's next wish once the end is said: the device must be done with it.
         """
         request = sample.request
-        logits = [token.logits for token in sample.fresh if token.logits is not None] if request.want_logits else []
-        batch = sample.take_fresh()
-        if batch is not None:
-            if logits:
-                count = len(batch.token_ids)
-                values = logits[0][np.newaxis] if count == 1 else np.stack(logits[:count])
-                rows = Rows("logits", batch.index, values, sample.index, transient=True)
-                self._outputs.append(Output(request, rows))
-            self.metrics.tokens_generated_total += len(batch.token_ids)
-            self._say(request, batch)
+        logits = [row for *_, row in sample.fresh if row is not None] if request.want_logits else []
+        fresh = sample.take_fresh()
+        if fresh is not None:
+            index, token_ids, _, logprobs, tops = fresh
+            self.metrics.tokens_generated_total += len(token_ids)
+            if not request.withheld:
+                self._say_tokens(request, sample.index, fresh, logits[: len(token_ids)])
             if self.journal is not None and request.journal_key is not None:
-                self.journal.tokens(request.journal_key, batch)
+                self.journal.tokens(request.journal_key, sample.index, index, token_ids, logprobs, tops)
         if sample.stopped and self._is_live(sample):
             self._end(sample, "stop")
         if sample.finish_reason is None:
             return True
         if sample.sequence.in_flight and not sample.sequence.finished:
             return False
-        self._say(sample.request, self._finished(sample))
+        finished = self._finished(sample)
+        if not request.withheld:
+            self._outputs.append(Output(request, finished))
+        elif request.done:
+            self._say_chosen(request)
         return True
 
-    def _say(self, request: Request, message: TokenBatch | Finished) -> None:
-        """Now, or once it is known that it belongs to an answer."""
-        if not request.withheld:
-            self._outputs.append(Output(request, message))
-        elif request.done:
-            self._outputs += [Output(request, kept) for kept in choose(request)]
+    def _say_tokens(self, request: Request, sample: int, fresh: Fresh, logits: list[Float32]) -> None:
+        """Through its reader's ring, or in a message."""
+        if request.handle is not None:
+            self._ring_tokens.add(request, sample, fresh, logits)
+            return
+        if logits:
+            rows = Rows("logits", fresh[0], np.stack(logits), sample, transient=True)
+            self._outputs.append(Output(request, rows))
+        self._outputs.append(Output(request, TokenBatch(request.request_id, sample, *fresh)))
+
+    def _say_chosen(self, request: Request) -> None:
+        """It is known at last which of its samples are its answers."""
+        for message in choose(request):
+            if isinstance(message, TokenBatch):
+                batch = message
+                fresh = (batch.index, batch.token_ids, batch.texts, batch.logprobs, batch.top_logprobs)
+                self._say_tokens(request, batch.sample, fresh, [])
+            else:
+                self._outputs.append(Output(request, message))
 
     def _finished(self, sample: Sample) -> Finished:
         reason = "stop" if sample.stopped else sample.finish_reason or "error"

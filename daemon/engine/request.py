@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +43,16 @@ def sample_seed(seed: int, index: int) -> int:
     return (seed + index * SEED_STRIDE) % 2**64
 
 
-class Token(NamedTuple):
-    """One generated token on its way out."""
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Best first: (token_id, logprob)."""
 
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # best first: (token_id, logprob)
-    logits: NDArray[np.float32] | None = None  # (vocab_size,) where they are wanted
+Token = tuple[int, float, TopLogprobs, NDArray[np.float32] | None]
+"""One generated token on its way out: token_id, logprob, the best candidates, and logits (vocab_size,) where they are
+wanted. A plain tuple, as there is one for every token: a named one would take five times as long to make."""
+
+Fresh = tuple[int, tuple[int, ...], tuple[str, ...], tuple[float, ...], tuple[TopLogprobs, ...]]
+"""Tokens of one sample as they are given out, as in TokenBatch: index of the first, token_ids, texts, logprobs,
+top_logprobs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +135,7 @@ class Sample:
     hidden: HiddenStates | None = None  # what is to be told of layers
     told: list[Rows] = field(default_factory=list)  # what it told, where the request may be resumed
     candidates: tuple[tuple[int, float], ...] | None = None  # of a beam: its next tokens, while it waits for the others
-    sum_logprobs: float = 0.0  # of the tokens given out
+    sum_logprobs: float = 0.0  # of the tokens given out, while it is not known whether it is among the answers
     token_counts: dict[int, int] = field(default_factory=dict)  # for penalties: times generated; 0: only in the prompt
 
     @classmethod
@@ -200,15 +203,15 @@ class Sample:
         """A token was generated: the penalties of the next ones depend on it."""
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
 
-    def take_fresh(self) -> TokenBatch | None:
-        """The fresh tokens with their text as a message; None: there are none.
+    def take_fresh(self) -> Fresh | None:
+        """The fresh tokens with their text, as they are given out; None: there are none.
 
         If a stop string is complete, `stopped` is set, and tokens after it are dropped.
         """
         tokens, self.fresh = self.fresh, []
         texts: list[str] = []
-        for token in tokens:
-            text, self.stopped = self._text_of(token.token_id)
+        for token_id, *_ in tokens:
+            text, self.stopped = self._text_of(token_id)
             texts.append(text)
             if self.stopped:
                 break
@@ -216,27 +219,26 @@ class Sample:
         if not tokens:
             return None
         request, first = self.request, self.num_sent
-        logprobs, withheld = request.params.logprobs, request.withheld
-        token_ids, known, tops, _ = zip(*tokens, strict=True)
+        num_logprobs, withheld = request.params.logprobs, request.withheld
+        token_ids, logprobs, tops, _ = zip(*tokens, strict=True)
         self.num_sent += len(tokens)
-        self.sum_logprobs += sum(known)
-        batch = TokenBatch(
-            request.request_id,
-            self.index,
+        if withheld:
+            self.sum_logprobs += sum(logprobs)
+        fresh = (
             first,
             token_ids,
             tuple(texts) if request.want_text else (),
-            known if withheld or logprobs is not None else (),
-            tops if logprobs else (),
+            logprobs if withheld or num_logprobs is not None else (),
+            tops if num_logprobs else (),
         )
         if request.linger_s > 0 or request.taken_up or withheld:
-            self.history.append(batch)
-        return batch
+            self.history.append(TokenBatch(request.request_id, self.index, *fresh))
+        return fresh
 
     def restore(self, known: KnownSample, epoch: int) -> None:
         """Stand where a sample of the same request stood in an earlier daemon: its tokens are given out already."""
         pairs = zip_longest(known.token_ids, known.logprobs, known.top_logprobs)
-        tokens = [Token(token_id, logprob or 0.0, top or ()) for token_id, logprob, top in pairs]
+        tokens: list[Token] = [(token_id, logprob or 0.0, top or (), None) for token_id, logprob, top in pairs]
         self.sequence.token_ids += known.token_ids
         for token_id in known.token_ids if self.has_penalties else ():
             self.count(token_id)

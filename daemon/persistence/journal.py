@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import msgpack
 
 from ...client.wire.errors import Busy
-from ...client.wire.protocol import Finished, Submit, TokenBatch
+from ...client.wire.protocol import Finished, Submit
 from ..settings.options import show_size
 from .journal_file import JournalFile, open_existing, read_frames
 from .journal_records import (
@@ -123,12 +123,20 @@ class Journal:
         if key in self._entries and self._make_room(len(event)):
             self._note(key, event)
 
-    def tokens(self, key: int, batch: TokenBatch) -> None:
-        """Tokens are given out."""
+    def tokens(
+        self,
+        key: int,
+        sample: int,
+        index: int,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        top_logprobs: tuple[tuple[tuple[int, float], ...], ...],
+    ) -> None:
+        """Tokens of a sample are given out, from `index` on."""
         entry = self._entries.get(key)
         if entry is None or entry.incomplete:
             return
-        event = pack_tokens(key, batch)
+        event = pack_tokens(key, sample, index, token_ids, logprobs, top_logprobs)
         if self._make_room(len(event)):
             self._note(key, event)
         else:

@@ -12,7 +12,7 @@ import msgpack
 
 from ...client.wire.codec import decode_client_message, decode_daemon_message, encode
 from ...client.wire.errors import KVPoolError
-from ...client.wire.protocol import Finished, Submit, TokenBatch, pack_token_ids, unpack_token_ids
+from ...client.wire.protocol import Finished, Submit, pack_token_ids, unpack_token_ids
 
 
 class JournalDamaged(Exception):
@@ -112,10 +112,9 @@ def pack(event: Event) -> bytes:
 _packer = msgpack.Packer()  # of the one thread that writes; to make another for each event takes longer than to pack it
 
 
-def pack_tokens(key: int, batch: TokenBatch) -> bytes:
+def pack_tokens(key: int, sample: int, index: int, *tokens: tuple[object, ...]) -> bytes:
     """The bytes of a Generate, without making one: there is an event for every token."""
-    tokens = batch.token_ids, batch.logprobs, batch.top_logprobs
-    packed: bytes = _packer.pack((GENERATE, key, batch.sample, batch.index, *tokens))
+    packed: bytes = _packer.pack((GENERATE, key, sample, index, *tokens))
     return packed
 
 

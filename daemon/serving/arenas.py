@@ -43,7 +43,7 @@ class SessionArena:
             raise
         self.upload = UploadReader(self._arena)
         self.bulk = BulkWriter(self._arena)
-        self.ring = RingWriter(self._arena, self.bulk)
+        self.ring = RingWriter(self._arena)
 
     @property
     def fds(self) -> tuple[int, int]:

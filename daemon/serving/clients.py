@@ -7,7 +7,7 @@ the peer took them. So every order of events is a list of calls in a test.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from ...client.wire.protocol import (
     encode,
     negotiate,
 )
-from ..engine.engine import Engine, Output
+from ..engine.engine import Engine
 from ..engine.metrics import Metrics
 from ..engine.request import Request
 from ..engine.submission import make_request
@@ -325,10 +325,10 @@ class Clients:
     def send(self, session: Session, message: DaemonMessage) -> None:
         self.delivery.send(session, message)
 
-    def deliver(self, outputs: Iterable[Output]) -> None:
-        """What a turn produced."""
-        outputs = list(outputs)
-        parcels = list(parcels_of(outputs, self.engine.epoch))
+    def deliver(self) -> None:
+        """Give out what the engine's turn produced."""
+        outputs = self.engine.take_outputs()
+        parcels = list(parcels_of(outputs, self.engine.take_ring_tokens(), self.engine.epoch))
         for request, message in outputs:
             if isinstance(message, Finished) and request.done:
                 self._forget(request)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-from numpy.typing import NDArray
-
-from ...client.arena.ring import RingBatch
+from ...client.arena.ring import pack_tokens
 from ...client.wire.errors import ProtocolError
 from ...client.wire.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
+from ...model.batch import Float32
 from ..engine.engine import Engine, Output
 from ..engine.prompt_rows import Rows
-from ..engine.request import Request
-from .parcels import LOGITS, Letter, Parcel, RingTokens, Send, Sent, rows_parcels
+from ..engine.ring_tokens import RingTokens
+from .parcels import Letter, Parcel, RingRecords, Send, Sent, rows_parcels
 from .sessions import Session
 
 log = logging.getLogger(__name__)
@@ -116,32 +114,39 @@ class Delivery:
         return sum(len(session.outbox) for session in self._slow)
 
 
-def parcels_of(outputs: Iterable[Output], epoch: int) -> Iterator[tuple[Session, Parcel]]:
+def parcels_of(outputs: Iterable[Output], tokens: RingTokens, epoch: int) -> Iterator[tuple[Session, Parcel]]:
     """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
     events: defaultdict[Session, list[TokenBatch]] = defaultdict(list)
-    rings: defaultdict[Session, list[RingBatch]] = defaultdict(list)
-    logits: dict[tuple[Request, int], NDArray[Any]] = {}  # of tokens that come next, for the ring
     others: list[tuple[Session, Finished | Notice]] = []
     for request, message in outputs:
         session = request.session
         if not isinstance(session, Session):
             continue
         if isinstance(message, TokenBatch):
-            if request.handle is None:
-                events[session].append(message)
-            else:
-                rows = logits.get((request, message.sample)) if request.want_logits else None
-                rings[session].append((request.handle, message, rows))
-        elif isinstance(message, Rows) and request.handle is not None and message.kind == LOGITS:
-            logits[request, message.sample] = message.values
+            events[session].append(message)
         elif isinstance(message, Rows):
             for parcel in rows_parcels(session, epoch, request.request_id, message):
                 yield session, parcel
         else:
             others.append((session, message))
-    for session, records in rings.items():
-        yield session, RingTokens(records)
+    yield from _ring_parcels(tokens)
     for session, batches in events.items():
         yield session, Letter(encode(Tokens(epoch, tuple(batches))))
     for session, end in others:
         yield session, Letter(encode(end))
+
+
+def _ring_parcels(tokens: RingTokens) -> Iterator[tuple[Session, RingRecords]]:
+    handles = [request.handle or 0 for request in tokens.requests]
+    records = pack_tokens(
+        handles, tokens.samples, tokens.indexes, tokens.token_ids, tokens.texts, tokens.logprobs, tokens.logits
+    )
+    of_session: defaultdict[object, list[bytes]] = defaultdict(list)
+    for request, record in zip(tokens.requests, records, strict=True):
+        of_session[request.session].append(record)
+    logits: defaultdict[object, list[Float32]] = defaultdict(list)
+    for row, values in tokens.logits.items():
+        logits[tokens.requests[row].session].append(values)
+    for session, parts in of_session.items():
+        if isinstance(session, Session):
+            yield session, RingRecords(b"".join(parts), logits.get(session, ()))

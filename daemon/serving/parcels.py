@@ -6,14 +6,16 @@ it. So order is kept whichever way things go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ...client.arena.regions import Teller
-from ...client.arena.ring import RingBatch
+from ...client.arena.arena import RECORD_BYTES
+from ...client.arena.regions import BulkWriter, Teller
+from ...client.arena.ring import PLACE, places_of_logits
 from ...client.wire.protocol import DaemonMessage, encode
 from ...client.wire.protocol import Rows as RowsMessage
 from ..engine.prompt_rows import Rows
@@ -115,23 +117,35 @@ def _rows_parcel(epoch: int, request_id: str, rows: Rows, index: int, values: ND
     return BulkParcel(values, tell, waits=rows.transient)
 
 
-class RingTokens:
-    """Tokens of one step, for the ring."""
+class RingRecords:
+    """Records for the ring, of one step. `logits`: the rows of those tokens that have some, in order."""
 
-    def __init__(self, batches: list[RingBatch]) -> None:
-        self._batches = batches
-        self._first = 0  # token of the first batch that is not written yet
+    def __init__(self, records: bytes, logits: Sequence[NDArray[Any]] = ()) -> None:
+        self._logits = deque(zip(places_of_logits(records), logits, strict=True)) if logits else None
+        self._records = memoryview(bytearray(records)) if logits else records
+        self._written = 0  # bytes
 
     @property
     def num_bytes(self) -> int:
-        return sum(0 if logits is None else logits.nbytes for _, _, logits in self._batches)
+        return len(self._records) + sum(row.nbytes for _, row in self._logits or ())
 
     def give(self, session: Session, send: Send) -> Sent:
         arena = session.arena
         if arena is None:
             return Sent.GONE
-        done, self._first = arena.ring.write_step(self._batches, self._first)
-        del self._batches[:done]
+        ready = len(self._records) if self._logits is None else self._place_logits(self._logits, arena.bulk)
+        self._written += arena.ring.write(self._records[self._written : ready])
         if arena.ring.publish():
             arena.bell.ring()
-        return Sent.FULL if self._batches else Sent.YES
+        return Sent.YES if self._written == len(self._records) else Sent.FULL
+
+    def _place_logits(self, logits: deque[tuple[int, NDArray[Any]]], bulk: BulkWriter) -> int:
+        """Copy rows into the bulk region while there is room; how many bytes of the records may go, therefore."""
+        while logits:
+            at, row = logits[0]
+            place = bulk.put(row, Teller.RING)
+            if place is None:
+                return at // RECORD_BYTES * RECORD_BYTES
+            PLACE.pack_into(self._records, at, *place)
+            logits.popleft()
+        return len(self._records)

@@ -166,7 +166,7 @@ class Server:
         finally:
             self._clients.shut_down()
             self._engine.turn(time.monotonic(), step_done=False)
-            self._clients.deliver(self._engine.take_outputs())
+            self._clients.deliver()
             self._clients.say_goodbye("shutting_down")
 
     def _turn(self) -> None:
@@ -177,7 +177,7 @@ class Server:
         self._dispatch(ready)
         trace.stage("dispatch")
         engine.turn(clients.now, step_done=engine.in_flight and engine.runner.fileno() in ready)
-        clients.deliver(engine.take_outputs())
+        clients.deliver()
         trace.stage("deliver")
         self._cron(clients.now)
         trace.stage("cron")

@@ -145,7 +145,7 @@ class Rig:
     def turn(self) -> None:
         engine = self.harness.engine
         engine.turn(self.clients.now, step_done=engine.in_flight)
-        self.clients.deliver(engine.take_outputs())
+        self.clients.deliver()
         self.clients.delivery.retry()
 
     def run(self, turns: int = 400) -> None:

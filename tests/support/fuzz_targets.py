@@ -20,15 +20,24 @@ import numpy as np
 from kvpool.client.arena.arena import BULK_TAIL, PAGE_BYTES, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Layout
 from kvpool.client.arena.map_segment import MapLayout, _unpacked
 from kvpool.client.arena.pool_map import PoolMap
-from kvpool.client.arena.regions import BulkReader, BulkWriter, UploadReader
-from kvpool.client.arena.ring import HAS_LOGPROB, LOGITS, PLACE, RECORD, TEXT_GOES_ON, RingReader, RingWriter
+from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller, UploadReader
+from kvpool.client.arena.ring import (
+    HAS_LOGPROB,
+    LOGITS,
+    PLACE,
+    RECORD,
+    TEXT_GOES_ON,
+    RingReader,
+    RingWriter,
+    pack_tokens,
+)
 from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.lifeline import MAX_PAYLOAD_BYTES, FrameReader, encode_frame
 from kvpool.client.prompt_rows import TOKEN_KINDS, RequestRows, array_of
 from kvpool.client.sampling_params import SamplingParams
 from kvpool.client.wire.codec import decode_client_message, decode_daemon_message, encode
 from kvpool.client.wire.errors import Busy, KVPoolError, ProtocolError
-from kvpool.client.wire.messages import Generate, Rows, Submit, TokenBatch
+from kvpool.client.wire.messages import Generate, Rows, Submit
 from kvpool.daemon.persistence.journal_file import MAGIC, frame, read_frames
 from kvpool.daemon.persistence.journal_records import Accept, End, Finish, Forget, JournalDamaged, pack, unpack
 from kvpool.daemon.persistence.journal_records import Generate as Generated
@@ -110,14 +119,13 @@ def ring(data: bytes) -> None:
 def cursors(data: bytes) -> None:
     """The daemon writes, between readings of a client that says anything about what it has read."""
     _arena.words[RING_TAIL] = _arena.words[BULK_TAIL] = 0
-    bulk = BulkWriter(_arena)
-    writer, logits = RingWriter(_arena, bulk), np.zeros((1, 100), np.float32)
+    writer, bulk, logits = RingWriter(_arena), BulkWriter(_arena), np.zeros(100, np.float32)
     try:
         for ring_tail, bulk_tail, _ in CURSORS.iter_unpack(data[: len(data) // CURSORS.size * CURSORS.size][:2400]):
             _arena.words[RING_TAIL], _arena.words[BULK_TAIL] = ring_tail, bulk_tail
             text = "x" * (bulk_tail % 40)
-            writer.write_step([(1, TokenBatch("r", 0, 0, (1, 2), (text, text)), None)] * 20)
-            writer.write(1, TokenBatch("r", 0, 0, (1,), (text,)), 0, logits)
+            writer.write(b"".join(pack_tokens([1] * 40, [0] * 40, [0, 1] * 20, [1, 2] * 20, [text] * 40, [None] * 40)))
+            bulk.put(logits, Teller.RING)
             writer.publish()
     except ProtocolError:
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpool.client.wire.protocol import Finished, Submit, TokenBatch, Usage, pack_token_ids
+from kvpool.client.wire.protocol import Finished, Submit, Usage, pack_token_ids
 from kvpool.daemon.persistence.journal import Found, Journal
 from kvpool.daemon.persistence.journal_records import Accept, KnownRequest, KnownSample
 
@@ -48,10 +48,7 @@ class History:
         known = self.said[key].samples[sample]
         own = tuple(-token_id / 7 for token_id in token_ids) if logprobs else ()
         top = tuple(((token_id, -0.1), (1, float("-inf"))) for token_id in token_ids) if logprobs else ()
-        name = self.said[key].accept.submit.request_id
-        self.journal.tokens(
-            key, TokenBatch(name, sample, len(known.token_ids), tuple(token_ids), ("x",) * len(token_ids), own, top)
-        )
+        self.journal.tokens(key, sample, len(known.token_ids), tuple(token_ids), own, top)
         known.token_ids += token_ids
         known.logprobs += own
         known.top_logprobs += top
