@@ -1,10 +1,10 @@
 """Activations in codes: groups along a row, each of whose numbers is a step times a signed integer.
 
-    x = step * number        step = max |x| / 32767 of the group (or / 127), number = round(x / step)
+    x = step * number        step = max |x| / limit of the group, number = round(x / step)
 
-A group is its numbers, in words of 32 bits, then step and step * sum(number) as float32. With n words a group, word i
-holds the numbers of k = i, n + i, 2 n + i, .. of the group, the first in the low bits. That is the order in which a
-word of weights, masked place after place, shows their codes (see `groups`).
+A group is its numbers, in words of 32 bits, then step and step * sum(number) as float32, and sum(number) as int32. With
+n words a group, word i holds the numbers of k = i, n + i, 2 n + i, .. of the group, the first in the low bits. That is
+the order in which a word of weights, masked place after place, shows their codes (see `groups`).
 
 A group of zeros, or of numbers so small that their step would not be normal, is zeros. Where one of its numbers is NaN
 or infinite, step is NaN, and so is every product with the group.
@@ -18,7 +18,7 @@ from typing import Any
 from llvmlite import ir
 
 from .emit import BYTE, Values, loop
-from .isa import FORMAT_NAMES, INT4_K_X8, INT4_X8, INT8_K_X16
+from .isa import FORMAT_NAMES, INT4_K_X8, INT4_X8, INT8_K_X16, INT16_X16, SPREAD8, SPREAD16_K
 from .memory import INT64, POINTER
 from .vectors import (
     FLOATS,
@@ -26,6 +26,7 @@ from .vectors import (
     LANES,
     float_constant,
     int_constant,
+    integer_lanes_sum,
     lanes_sum,
     larger,
     largest_lane,
@@ -35,15 +36,17 @@ from .vectors import (
 
 FLOAT = ir.FloatType()
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits
+ROUND_BITS = 0x4B400000  # of ROUND; the bits of ROUND + n are these + n
 SMALLEST = 1e-30  # of a group's largest number; its inverse times 32767 is finite
 
 
 @dataclass(frozen=True, slots=True)
 class CodeForm:
-    """Groups of `size` numbers of `bits` bits."""
+    """Groups of `size` numbers of `bits` bits, -limit .. limit."""
 
     size: int
     bits: int
+    limit: float
 
     @property
     def words(self) -> int:
@@ -56,16 +59,24 @@ class CodeForm:
     @property
     def bytes(self) -> int:
         """One group."""
-        return self.codes_bytes + 8
+        return self.codes_bytes + 12
 
-    @property
-    def limit(self) -> float:
-        return float(2 ** (self.bits - 1) - 1)
+
+_WIDE, _SHORT, _BYTES = CodeForm(32, 16, 32767.0), CodeForm(16, 16, 32767.0), CodeForm(32, 8, 127.0)
+_LONG = CodeForm(64, 16, 8191.0)  # 64 products with codes of 13 bits fit in 32
+_FORMS = {
+    INT8_K_X16: _SHORT,
+    SPREAD16_K: _SHORT,
+    INT4_X8: _BYTES,
+    INT4_K_X8: _BYTES,
+    SPREAD8: _BYTES,
+    INT16_X16: _LONG,
+}
 
 
 def form_of(read_as: int) -> CodeForm:
     """What a product of this format takes."""
-    return CodeForm(16 if read_as == INT8_K_X16 else 32, 8 if read_as in (INT4_X8, INT4_K_X8) else 16)
+    return _FORMS.get(read_as, _WIDE)
 
 
 def encode_name(read_as: int) -> str:
@@ -83,14 +94,15 @@ def _slice(builder: Any, vectors: Values, first: int, count: int) -> Any:
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), order)
 
 
-def _words(builder: Any, form: CodeForm, numbers: Values) -> Any:
-    """The numbers' low bits, side by side in words."""
-    kind = ir.VectorType(ir.IntType(32), form.words)
-    words = ir.Constant(kind, [0] * form.words)
+def _words(builder: Any, form: CodeForm, numbers: Values, first: int) -> Any:
+    """The low bits of numbers side by side in words, at most 16 words from `first` on."""
+    count = min(form.words, LANES)
+    kind = ir.VectorType(ir.IntType(32), count)
+    words = ir.Constant(kind, [0] * count)
     for place in range(32 // form.bits):
-        part = _slice(builder, numbers, place * form.words, form.words)
-        part = builder.and_(part, ir.Constant(kind, [(1 << form.bits) - 1] * form.words))
-        words = builder.or_(words, builder.shl(part, ir.Constant(kind, [form.bits * place] * form.words)))
+        part = _slice(builder, numbers, place * form.words + first, count)
+        part = builder.and_(part, ir.Constant(kind, [(1 << form.bits) - 1] * count))
+        words = builder.or_(words, builder.shl(part, ir.Constant(kind, [form.bits * place] * count)))
     return words
 
 
@@ -108,15 +120,19 @@ def _encode_group(builder: Any, form: CodeForm, source: Any, target: Any) -> Non
     step = builder.fadd(step, nothing)
     factor = splat_value(builder, inverse)
     shifted = [multiply_add(builder, value, factor, float_constant(ROUND)) for value in values]
-    total = float_constant(0.0)
+    total, count = float_constant(0.0), int_constant(0)
     for value in shifted:
         total = builder.fadd(total, builder.fsub(value, float_constant(ROUND)))
-    words = _words(builder, form, [builder.bitcast(value, INTS) for value in shifted])
-    builder.store(words, target, align=4)
+        count = builder.add(count, builder.sub(builder.bitcast(value, INTS), int_constant(ROUND_BITS)))
+    for first in range(0, form.words, LANES):
+        words = _words(builder, form, [builder.bitcast(value, INTS) for value in shifted], first)
+        builder.store(words, builder.gep(target, [INT64(4 * first)], source_etype=BYTE), align=4)
     tail = builder.gep(target, [INT64(form.codes_bytes)], source_etype=BYTE)
     builder.store(step, tail, align=4)
     tail = builder.gep(target, [INT64(form.codes_bytes + 4)], source_etype=BYTE)
     builder.store(builder.fmul(step, lanes_sum(builder, total)), tail, align=4)
+    tail = builder.gep(target, [INT64(form.codes_bytes + 8)], source_etype=BYTE)
+    builder.store(integer_lanes_sum(builder, count), tail, align=4)
 
 
 def emit_encode(module: ir.Module, read_as: int) -> None:

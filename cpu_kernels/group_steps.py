@@ -1,8 +1,8 @@
-"""Code for panels in groups (see `groups`): a tile's step over one group, and unpacking to a panel of float32.
+"""Code for panels in groups (see `groups`): their weights as float32, and a tile's step over one group.
 
-Both compute w = scale * code + least with the same instructions, and a tile goes on with one multiply-add for each k in
-order, as the float32 tile does. So a few rows through packed panels, many rows through unpacked ones, and float32
-weights of the same values give the same bits.
+A tile and `unpacking` compute w = scale * code + least with the same instructions, and a tile goes on with one
+multiply-add for each k in order, as the float32 tile does. So a few rows through packed panels, many rows through
+unpacked ones, and float32 weights of the same values give the same bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from .emit import BYTE, Values, loop
+from .emit import BYTE, Values
 from .groups import GROUP_FORMATS, GroupFormat
-from .isa import FORMAT_NAMES, host_has_half
-from .memory import INT64, POINTER
+from .isa import host_has_half
+from .memory import INT64
 from .vectors import FLOATS, INTS, LANES, float_constant, int_constant, multiply_add, splat_value
 
 HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -60,11 +60,11 @@ def _scales(builder: Any, group: GroupFormat, pointer: Any, offset: int) -> Any:
 
 
 def group_scales(builder: Any, group: GroupFormat, pointer: Any) -> tuple[Any, Any]:
-    """Scales and least values of the group at `pointer`."""
+    """Scales and least values of the group at `pointer`; these are None where the code of zero is known."""
     scale = _scales(builder, group, pointer, group.codes_bytes)
     if group.has_least:
         return scale, _scales(builder, group, pointer, group.codes_bytes + group.scale_bytes)
-    return scale, builder.fmul(scale, float_constant(-(2.0 ** (group.bits - 1))))
+    return scale, None
 
 
 def group_weights(builder: Any, group: GroupFormat, pointer: Any) -> Iterator[Any]:
@@ -73,6 +73,11 @@ def group_weights(builder: Any, group: GroupFormat, pointer: Any) -> Iterator[An
     Codes are masked where they lie, not shifted: what a code is too large by, the scale is too small by (a power of 2).
     """
     scale, least = group_scales(builder, group, pointer)
+    if group.is_signed:
+        yield from _signed_weights(builder, group, pointer, scale)
+        return
+    if least is None:
+        least = builder.fmul(scale, float_constant(-float(group.zero)))
     with builder.goto_entry_block():
         kept = builder.alloca(FLOATS)
         kept.align = 64
@@ -92,6 +97,15 @@ def group_weights(builder: Any, group: GroupFormat, pointer: Any) -> Iterator[An
             yield multiply_add(builder, builder.sitofp(code, FLOATS), scaled, _load_again(builder, kept, FLOATS))
 
 
+def _signed_weights(builder: Any, group: GroupFormat, pointer: Any, scale: Any) -> Iterator[Any]:
+    for place in range(32 // group.bits):
+        for word in range(group.words):
+            raw = builder.load(builder.gep(pointer, [INT64(64 * word)], source_etype=BYTE), align=4, typ=INTS)
+            topmost = builder.shl(raw, int_constant(32 - group.bits * (place + 1)))
+            code = builder.ashr(topmost, int_constant(32 - group.bits))
+            yield builder.fmul(builder.sitofp(code, FLOATS), scale)
+
+
 def grouped_step(builder: Any, weight_format: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
     """sums[r][p] += x[r, k] * w[p, k] for the k of one group."""
     group = GROUP_FORMATS[weight_format]
@@ -103,26 +117,3 @@ def grouped_step(builder: Any, weight_format: int, sums: list[Values], panels: V
             out.append([multiply_add(builder, lanes, w, total) for w, total in zip(weights, row, strict=True)])
         sums = out
     return sums
-
-
-def unpack_name(weight_format: int) -> str:
-    return f"unpack_{FORMAT_NAMES[weight_format]}"
-
-
-def emit_unpack(module: ir.Module, weight_format: int) -> None:
-    """unpack_FORMAT(panel, out, groups): `groups` groups of a panel as a panel of float32."""
-    group = GROUP_FORMATS[weight_format]
-    kind = ir.FunctionType(ir.VoidType(), [INT64] * 3)
-    function = ir.Function(module, kind, unpack_name(weight_format))
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    panel, out, groups = function.args
-
-    def body(index: Any, current: Any) -> Values:
-        source = builder.inttoptr(builder.add(panel, builder.mul(index, INT64(group.bytes))), POINTER)
-        target = builder.inttoptr(builder.add(out, builder.mul(index, INT64(64 * group.size))), POINTER)
-        for k, weights in enumerate(group_weights(builder, group, source)):
-            builder.store(weights, builder.gep(target, [INT64(64 * k)], source_etype=BYTE), align=4)
-        return []
-
-    loop(builder, groups, [], body)
-    builder.ret_void()

@@ -4,14 +4,15 @@ With w = scale * code + least for the weights and x = step * number for the acti
 
     scale * step * sum(code * number) + least * step * sum(number)
 
-to a sum. The sums of codes are exact integers, which any processor and any order gives; what is added in float32 is one
-multiply-add for each of the two terms, group after group. A vector of words of 32 bits holds two numbers of 16 bits, or
-four of 8, of each column: whole words are masked, and one instruction multiplies and adds what lies in a word.
+to a sum; without least values the code of zero is taken off in integers: sum(code * number) - zero * sum(number). The
+sums of codes are exact integers, which any processor and any order gives; what is added in float32 is one multiply-add
+for each term, group after group. A vector of words of 32 bits holds two numbers of 16 bits, or four of 8, of each
+column: whole words are masked, and one instruction multiplies and adds what lies in a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from llvmlite import ir
 from .activations import CodeForm, form_of
 from .emit import BYTE, Values, loop
 from .group_steps import group_scales
-from .groups import GROUP_FORMATS, GroupFormat
+from .groups import GroupFormat, group_of
 from .isa import (
     INT4,
     INT4_K,
@@ -32,26 +33,19 @@ from .isa import (
     INT8_K,
     INT8_K_X16,
     INT8_X16,
+    INT16,
+    INT16_X16,
     host_pair_bits,
 )
 from .memory import INT64
 from .vectors import FLOATS, LANES, multiply_add, splat_value
 
 HALF, WORD, FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
-HELD_AS = {  # how the panels lie that each format reads
-    INT8_X16: INT8,
-    INT4_X16: INT4,
-    INT8_K_X16: INT8_K,
-    INT4_K_X16: INT4_K,
-    INT4_X8: INT4,
-    INT4_K_X8: INT4_K,
-}
-
 # How products read panels of codes, by how activations are held; what is missing is read as it is, in float32.
 INTEGER_PRODUCTS: dict[str, dict[int, int]] = {
     "float32": {},
-    "int16": {INT8: INT8_X16, INT4: INT4_X16, INT8_K: INT8_K_X16, INT4_K: INT4_K_X16},
-    "int8": {INT8: INT8_X16, INT4: INT4_X8, INT8_K: INT8_K_X16, INT4_K: INT4_K_X8},
+    "int16": {INT8: INT8_X16, INT4: INT4_X16, INT8_K: INT8_K_X16, INT4_K: INT4_K_X16, INT16: INT16_X16},
+    "int8": {INT8: INT8_X16, INT4: INT4_X8, INT8_K: INT8_K_X16, INT4_K: INT4_K_X8, INT16: INT16_X16},
 }
 
 
@@ -121,28 +115,49 @@ class _IntegerStep:
         counted = self.code_sums()
         scales = [group_scales(builder, self.group, panel) for panel in self.panels]
         out = []
-        for r, (row, x) in enumerate(zip(sums, self.xs, strict=True)):
-            step, number_sum = (
-                splat_value(builder, builder.load(self.at(x, self.form.codes_bytes + offset), align=4, typ=FLOAT))
-                for offset in (0, 4)
-            )
+        for r, row in enumerate(sums):
+            step, number_sum = self.tail(r, 0, FLOAT), self.tail(r, 4, FLOAT) if self.group.has_least else None
             added = []
             for total, count, (scale, least) in zip(row, counted[r * width : (r + 1) * width], scales, strict=True):
                 total = multiply_add(builder, count, builder.fmul(scale, step), total)
-                added.append(multiply_add(builder, least, number_sum, total))
+                added.append(total if least is None else multiply_add(builder, least, number_sum, total))
             out.append(added)
         return out
+
+    def tail(self, row: int, offset: int, kind: ir.Type, lanes: int = LANES) -> Any:
+        """What stands behind a row's numbers, in all lanes."""
+        place = self.at(self.xs[row], self.form.codes_bytes + offset)
+        return splat_value(self.builder, self.builder.load(place, align=4, typ=kind), lanes)
 
     def code_sums(self) -> Values:
         """sum(code * number) of each row and panel, as float32 vectors."""
         builder, is_bytes = self.builder, self.form.bits == 8
-        zero = constant(halves(self.words) if is_bytes else integers(self.words), 0)
-        zeros = [zero] * (len(self.xs) * len(self.panels) * self.parts)
-        sums = loop(builder, INT64(self.group.words), zeros, self.word)
+        sums_of_row = len(self.panels) * self.parts
+        if self.group.has_least or not self.group.zero:
+            zero = constant(halves(self.words) if is_bytes else integers(self.words), 0)
+            starts = [zero] * (len(self.xs) * sums_of_row)
+        else:
+            shift = constant(integers(self.words), -self.group.zero)
+            counts = [self.tail(row, 8, WORD, self.words) for row in range(len(self.xs))]
+            starts = [start for count in counts for start in [builder.mul(count, shift)] * sums_of_row]
+        unroll = 1 if self.places > 1 else 2
+        sums = loop(
+            builder, INT64(self.group.words // unroll), starts, lambda i, sums: self.some_words(i, sums, unroll)
+        )
         if is_bytes:  # a half has summed 16 products of at most 15 * 127: just what it can hold
             sums = [add_pairs(builder, total, constant(halves(self.words), 1), self.words) for total in sums]
         whole = [self.joined(sums[i : i + self.parts]) for i in range(0, len(sums), self.parts)]
         return [builder.sitofp(total, FLOATS) for total in whole]
+
+    @property
+    def places(self) -> int:
+        """Codes of the weights in what holds one activation."""
+        return self.form.bits // self.group.bits
+
+    def some_words(self, index: Any, sums: Sequence[Any], count: int) -> Values:
+        for number in range(count):
+            sums = self.word(self.builder.add(self.builder.mul(index, INT64(count)), INT64(number)), sums)
+        return list(sums)
 
     def word(self, index: Any, sums: Sequence[Any]) -> Values:
         """Add the products of word `index` of all columns, one place after the other."""
@@ -152,22 +167,14 @@ class _IntegerStep:
         raw = [builder.load(place, align=4, typ=halves(self.words)) for place in places]
         numbers = [builder.gep(x, [builder.mul(index, INT64(4))], source_etype=BYTE) for x in self.xs]
         multiply = add_byte_pairs if self.form.bits == 8 else add_pairs
-        for place in range(self.form.bits // self.group.bits):
-            codes = [self.codes(value, place) for value in raw]
+        placed = zip(*(code_places(builder, self.group, self.form, value, self.words) for value in raw), strict=True)
+        for place, codes in enumerate(placed):
             for r, pointer in enumerate(numbers):
                 word = builder.load(self.at(pointer, 4 * self.group.words * place), align=4, typ=WORD)
                 lanes = builder.bitcast(splat_value(builder, word, self.words), halves(self.words))
                 for i, code in enumerate(codes, start=r * len(codes)):
                     out[i] = builder.add(out[i], multiply(builder, code, lanes, self.words))
         return out
-
-    def codes(self, raw: Any, place: int) -> Any:
-        """The codes at a place of each number of 16 (or 8) bits, alone."""
-        shift, mask = self.group.bits * place, (1 << self.group.bits) - 1
-        if self.form.bits == 8:
-            mask |= mask << 8
-        value = self.builder.lshr(raw, constant(halves(self.words), shift)) if shift else raw
-        return value if 0xFFFF >> shift == mask else self.builder.and_(value, constant(halves(self.words), mask))
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """All columns as one vector."""
@@ -178,8 +185,18 @@ class _IntegerStep:
         return parts[0]
 
 
+def code_places(builder: Any, group: GroupFormat, form: CodeForm, raw: Any, words: int) -> Iterator[Any]:
+    """What a vector of words of codes shows at each place of a number of 16 (or 8) bits, the others masked away."""
+    for place in range(form.bits // group.bits):
+        shift, mask = group.bits * place, (1 << group.bits) - 1
+        if form.bits == 8:
+            mask |= mask << 8
+        value = builder.lshr(raw, constant(halves(words), shift)) if shift else raw
+        yield value if 0xFFFF >> shift == mask else builder.and_(value, constant(halves(words), mask))
+
+
 def integer_step(builder: Any, read_as: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
     """sums[r][p] += x[r, k] * w[p, k] for the k of one group; `xs` point to groups of activations in codes."""
     words = (host_pair_bits() or 32 * LANES) // 32
-    group, form = GROUP_FORMATS[HELD_AS[read_as]], form_of(read_as)
-    return _IntegerStep(builder, group, form, panels, xs, words, LANES // words).emit(sums)
+    step = _IntegerStep(builder, group_of(read_as), form_of(read_as), panels, xs, words, LANES // words)
+    return step.emit(sums)

@@ -17,12 +17,17 @@ BFLOAT16_DOT = 2
 # Only keys and values are held like this: halves, and bytes whose scales are applied elsewhere.
 FLOAT16 = 3
 CODES = 4
-# Weights in groups of codes (see `groups`). Their tiles are low: many rows pass panels that were unpacked to FLOAT32.
+# Weights in groups of codes (see `groups`).
 FIRST_GROUPED = 8
-INT8, INT4, INT8_K, INT4_K = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 4)
+INT8, INT4, INT8_K, INT4_K, INT16 = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 5)
 # The same panels, times activations in codes of 16 or 8 bits, as integers (see `integer_steps`).
-FIRST_INTEGER = 12
-INT8_X16, INT4_X16, INT8_K_X16, INT4_K_X16, INT4_X8, INT4_K_X8 = INTEGER = range(FIRST_INTEGER, FIRST_INTEGER + 6)
+FIRST_INTEGER = 13
+INT8_X16, INT4_X16, INT8_K_X16, INT4_K_X16, INT4_X8, INT4_K_X8, INT16_X16 = INTEGER = range(
+    FIRST_INTEGER, FIRST_INTEGER + 7
+)
+# Those panels once their codes are spread to the width of the activations (see `spreading`); PLUS: with least values.
+FIRST_SPREAD = 20
+SPREAD16, SPREAD16_PLUS, SPREAD16_K, SPREAD8 = SPREAD = range(FIRST_SPREAD, FIRST_SPREAD + 4)
 FORMAT_NAMES = {
     FLOAT32: "float32",
     BFLOAT16: "bfloat16",
@@ -33,12 +38,18 @@ FORMAT_NAMES = {
     INT4: "int4",
     INT8_K: "int8_k",
     INT4_K: "int4_k",
+    INT16: "int16",
     INT8_X16: "int8x16",
     INT4_X16: "int4x16",
     INT8_K_X16: "int8_kx16",
     INT4_K_X16: "int4_kx16",
     INT4_X8: "int4x8",
     INT4_K_X8: "int4_kx8",
+    INT16_X16: "int16x16",
+    SPREAD16: "spread16",
+    SPREAD16_PLUS: "spread16_plus",
+    SPREAD16_K: "spread16_k",
+    SPREAD8: "spread8",
 }
 
 Tiles = tuple[tuple[int, ...], ...]
@@ -49,10 +60,13 @@ class Isa:
     """A register file. `tiles[format][r - 1]`: the widths, in panels, of the tiles with r rows, widest first.
 
     A tile exists at every width that a taller one has, so that tall and low tiles go through the panels together.
+    `unpacked`: formats whose tiles are low, because they unpack what they read. More rows than those have read panels
+    that were unpacked to another format, one after the other, with tiles of one panel.
     """
 
     name: str
     tiles: Mapping[int, Tiles] = field(hash=False)
+    unpacked: Mapping[int, int] = field(hash=False, default_factory=dict)
 
 
 # Sums, a step's weights and an activation must stay in registers (the compiler's output shows where it spills), and the
@@ -64,6 +78,7 @@ _GROUPED_NARROW: dict[int, Tiles] = dict.fromkeys(GROUPED, (_PAIR, _ONE, _ONE, _
 _INTEGER_WIDE: dict[int, Tiles] = dict.fromkeys(INTEGER, (_MIDDLE, _MIDDLE, *(_PAIR,) * 4))
 _INTEGER_NARROW: dict[int, Tiles] = dict.fromkeys(INTEGER, (_PAIR, _PAIR, *(_ONE,) * 4))
 _UNPACKED = (FLOAT32, FLOAT16, CODES)  # one k in a lane, as float32 after at most a conversion
+_TO_FLOATS = dict.fromkeys(GROUPED, FLOAT32)
 AVX512 = Isa(
     "avx512",
     {
@@ -73,6 +88,7 @@ AVX512 = Isa(
         **_GROUPED_WIDE,
         **_INTEGER_WIDE,
     },
+    _TO_FLOATS,
 )
 _AVX2_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE)
 _NEON_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE, _ONE)
@@ -80,10 +96,26 @@ _PLAIN_TILES = (_PAIR, _ONE, _ONE)
 _UNGROUPED = (*_UNPACKED, BFLOAT16, BFLOAT16_DOT)
 AVX2 = Isa(
     "avx2",
-    {**dict.fromkeys(_UNGROUPED, _AVX2_TILES), FLOAT32: (*_AVX2_TILES, _ONE), **_GROUPED_NARROW, **_INTEGER_NARROW},
+    {
+        **dict.fromkeys(_UNGROUPED, _AVX2_TILES),
+        FLOAT32: (*_AVX2_TILES, _ONE),
+        **_GROUPED_NARROW,
+        **_INTEGER_NARROW,
+        **dict.fromkeys(SPREAD, (_ONE,) * 6),
+    },
+    {
+        **_TO_FLOATS,
+        BFLOAT16: FLOAT32,
+        INT8_X16: SPREAD16,
+        INT4_X16: SPREAD16_PLUS,
+        INT8_K_X16: SPREAD16_K,
+        INT4_K_X16: SPREAD16_PLUS,
+        INT4_X8: SPREAD8,
+        INT4_K_X8: SPREAD8,
+    },
 )
-NEON = Isa("neon", {**dict.fromkeys(_UNGROUPED, _NEON_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW})
-PLAIN = Isa("plain", {**dict.fromkeys(_UNGROUPED, _PLAIN_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW})
+NEON = Isa("neon", {**dict.fromkeys(_UNGROUPED, _NEON_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW}, _TO_FLOATS)
+PLAIN = Isa("plain", {**dict.fromkeys(_UNGROUPED, _PLAIN_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW}, _TO_FLOATS)
 
 
 @lru_cache(maxsize=1)

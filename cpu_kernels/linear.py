@@ -2,13 +2,13 @@
 
 What a unit reads again and again stays in the second level cache: it goes through its rows in blocks, and where rows
 are long through k in stretches, keeping the totals of each stretch for the next. Neither changes a sum. Weights in
-groups are read as they are by few rows, and unpacked to float32 for many, panel by panel: the same bits, too.
+groups are read as they are by few rows, and unpacked for many, panel by panel (see `unpacking`): the same bits, too.
 """
 
 from __future__ import annotations
 
 from . import table as t
-from .isa import FIRST_GROUPED, FIRST_INTEGER, FLOAT32
+from .isa import FIRST_INTEGER
 from .jit import kernel
 from .memory import call_address, load_i64, store_i64
 from .product import FORMAT_BYTES, product
@@ -16,7 +16,9 @@ from .rounding import round_columns, rounded_bytes, unit_columns
 from .table import rows_of, word
 
 CHAIN = 128  # k whose products are summed in one chain
-STRETCH = 8 * CHAIN  # k that many rows go through before the next; a chain where codes are summed group by group
+CODE_CHAIN = 8 * CHAIN  # the same where codes are summed group by group
+STRETCH = 8 * CHAIN  # k that many rows go through before the next
+UNPACKED_STRETCH = 8 * CHAIN
 BLOCK_BYTES = 192 * 1024  # of x: what stays in L2 beside the weights
 BLOCK_ROWS = 80  # most rows in a block that needs memory of its own, for totals or rounding
 NEAR = 1024  # bytes that a tile without company asks ahead of what it reads
@@ -39,6 +41,29 @@ def linear_units(row: int, state: int) -> int:
 
 
 @kernel
+def tall_rows(state: int, read_as: int) -> int:
+    """Most rows of a tile."""
+    return load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES)
+
+
+@kernel
+def panel_step(state: int, read_as: int) -> int:
+    """Bytes of a panel that a tile's step reads."""
+    return load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES + 8)
+
+
+@kernel
+def unpack_function(state: int, read_as: int) -> int:
+    """What unpacks a panel for many rows; 0: nothing does, or nothing needs to."""
+    return load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES + 48)
+
+
+@kernel
+def unpacked_format(state: int, read_as: int) -> int:
+    return load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES + 56)
+
+
+@kernel
 def multiply(
     row: int,
     state: int,
@@ -54,18 +79,19 @@ def multiply(
     read_as: int,
     table: int,
     at: int,
-    step_bytes: int,
     k_bytes: int,
     ahead: int,
+    ahead_step: int,
 ) -> None:
     """Rows of x times `panels` panels from `panel` on over k begin .. end - 1.
 
     The first panel's k `begin` lies at `at` past the address in `table`. Totals start at `totals` unless `begin` is 0,
     and stay there unless `end` is the last k: then bias and residual are added and the result goes to `out`. A panel
-    takes `k_bytes` over all k. Meanwhile memory is asked for from `ahead` past the address of the weights on.
+    takes `k_bytes` over all k. Meanwhile memory is asked for from `ahead` past the address of the weights on, by all
+    tiles together `ahead_step` bytes in each step.
     """
     last, k, panel_bytes = end == word(row, t.K), word(row, t.K), word(row, t.PANEL_BYTES)
-    chain = STRETCH if read_as >= FIRST_INTEGER else CHAIN
+    chain = CODE_CHAIN if read_as >= FIRST_INTEGER else CHAIN
     blocks = (end - begin + chain - 1) // chain
     totals_stride = word(row, t.UNIT_PANELS) * 64
     bias = word(row, t.BIAS)
@@ -86,7 +112,7 @@ def multiply(
         1,
         chain,
         end - begin - chain * (blocks - 1),
-        step_bytes,
+        panel_step(state, read_as),
         totals if begin else 0,
         totals_stride,
         out if last else totals,
@@ -99,6 +125,7 @@ def multiply(
         ahead,
         panel_bytes,
         panel_bytes * (end - begin) // k,
+        ahead_step,
     )
 
 
@@ -112,7 +139,7 @@ def multiply_packed(
     at = panel * panel_bytes + panel_bytes * begin // k
     multiply(
         row, state, panel, x, x_stride, rows, begin, end, totals, out, panels, word(row, t.WEIGHT_FORMAT),
-        row + 8 * t.WEIGHT, at, word(row, t.STEP_BYTES), panel_bytes, at + NEAR,
+        row + 8 * t.WEIGHT, at, panel_bytes, at + NEAR, 64,
     )  # fmt: skip
 
 
@@ -130,17 +157,18 @@ def multiply_unpacked(
     out: int,
     scratch: int,
 ) -> None:
-    """The unit's panels one by one, each unpacked to float32 at `scratch` for all rows."""
-    panel_bytes, k = word(row, t.PANEL_BYTES), word(row, t.K)
-    formats = word(state, t.TILES) + word(row, t.WEIGHT_FORMAT) * FORMAT_BYTES
-    groups = (end - begin) * panel_bytes // (k * word(row, t.STEP_BYTES))
+    """The unit's panels one by one, each unpacked at `scratch` for all rows."""
+    panel_bytes, k, read_as = word(row, t.PANEL_BYTES), word(row, t.K), word(row, t.WEIGHT_FORMAT)
+    unpacked, unpack = unpacked_format(state, read_as), unpack_function(state, read_as)
+    steps = (end - begin) * panel_bytes // (k * panel_step(state, read_as))
+    each = unit_columns(state, unpacked)  # k of a step
     store_i64(scratch, scratch + 64)
     for number in range(min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel)):
         at = (panel + number) * panel_bytes + panel_bytes * begin // k
-        call_address(load_i64(formats + 16), (word(row, t.WEIGHT) + at, scratch + 64, groups))
+        call_address(unpack, (word(row, t.WEIGHT) + at, scratch + 64, steps))
         multiply(
             row, state, panel + number, x, x_stride, rows, begin, end, totals + number * 64, out + number * 64, 1,
-            FLOAT32, scratch, 0, 64, 64 * k, at,
+            unpacked, scratch, 0, k // each * panel_step(state, unpacked), at, panel_bytes * each // k,
         )  # fmt: skip
 
 
@@ -153,18 +181,19 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
     x = word(row, t.X) + (first + word(row, t.ROW_BEGIN)) * x_stride
     out = word(row, t.OUT) + first * word(row, t.OUT_STRIDE) + panel * 64
     read_as = word(row, t.WEIGHT_FORMAT)
-    tall = load_i64(word(state, t.TILES) + read_as * FORMAT_BYTES)
-    unpacks = FIRST_GROUPED <= read_as < FIRST_INTEGER and rows > tall
+    tall, stretch = tall_rows(state, read_as), k
+    unpacks = unpack_function(state, read_as) != 0 and rows > tall
     if unpacks:
-        tall = load_i64(word(state, t.TILES) + FLOAT32 * FORMAT_BYTES)
+        tall = tall_rows(state, unpacked_format(state, read_as))
+        stretch = UNPACKED_STRETCH
+    elif rows > tall and rows * rounded_bytes(state, read_as, k) > BLOCK_BYTES:
+        stretch = STRETCH  # a single tile of rows reads every weight once, in order, and gains nothing by this
     rounds = unit_columns(state, read_as) > 1 and not word(row, t.X_ROUNDED)
-    # A single tile of rows reads every weight once, in order: nothing is gained by stretches.
-    stretch = STRETCH if rows > tall and rows * rounded_bytes(state, read_as, k) > BLOCK_BYTES else k
     most = max(tall, BLOCK_BYTES // rounded_bytes(state, read_as, min(stretch, k)))
     if rounds or stretch < k:
         most = min(most, BLOCK_ROWS)
     scratch = word(state, t.LINEAR_SCRATCH) + thread * word(state, t.LINEAR_BYTES)
-    totals = scratch + word(state, t.TOTALS_OFFSET)
+    totals, unpacked = scratch + word(state, t.TOTALS_OFFSET), scratch + word(state, t.UNPACKED_OFFSET)
     stride = rounded_bytes(state, read_as, k) if rounds else x_stride
     blocks = (rows + most - 1) // most
     for block in range(blocks):
@@ -178,6 +207,6 @@ def linear(row: int, state: int, unit: int, thread: int) -> None:
             target = out + begin * word(row, t.OUT_STRIDE)
             at = source + rounded_bytes(state, read_as, start)
             if unpacks:
-                multiply_unpacked(row, state, panel, at, stride, end - begin, start, stop, totals, target, scratch)
+                multiply_unpacked(row, state, panel, at, stride, end - begin, start, stop, totals, target, unpacked)
             else:
                 multiply_packed(row, state, panel, at, stride, end - begin, start, stop, totals, target)

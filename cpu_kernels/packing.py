@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .groups import GROUP_FORMATS
-from .isa import BFLOAT16, FLOAT32
+from .groups import GROUP_FORMATS, group_of
+from .isa import BFLOAT16, FIRST_GROUPED, FLOAT32
 from .vectors import LANES
 
 Float32 = NDArray[np.float32]
@@ -32,9 +32,9 @@ def panel_bytes(weight_format: int, cols: int) -> int:
     return cols * 64 if weight_format == FLOAT32 else round_up(cols, 2) * 32
 
 
-def step_bytes(weight_format: int) -> int:
-    """Bytes of a panel that one step of a tile reads."""
-    return GROUP_FORMATS[weight_format].bytes if weight_format in GROUP_FORMATS else 64
+def step_bytes(read_as: int) -> int:
+    """Bytes of a panel of weights that one step of a tile reads."""
+    return group_of(read_as).bytes if read_as >= FIRST_GROUPED else 64
 
 
 def to_bfloat16(values: Float32) -> NDArray[np.uint16]:

@@ -27,8 +27,8 @@ GELU_CUBIC = np.float32(2.0 * np.sqrt(2.0 / np.pi) * 0.044715)
 def embed(row: int, state: int, unit: int, thread: int) -> None:
     """out[t] = table[tokens[t]] * scale, gathered out of the packed panels."""
     scale, width = float_word(row, t.SCALAR), word(row, t.WIDTH)
-    unpacked = word(state, t.LINEAR_SCRATCH) + thread * word(state, t.LINEAR_BYTES)
-    unpack = load_i64(word(state, t.TILES) + word(row, t.WEIGHT_FORMAT) * FORMAT_BYTES + 16)
+    unpacked = word(state, t.LINEAR_SCRATCH) + thread * word(state, t.LINEAR_BYTES) + word(state, t.UNPACKED_OFFSET)
+    unpack = load_i64(word(state, t.TILES) + word(row, t.WEIGHT_FORMAT) * FORMAT_BYTES + 48)
     for index in range(*rows_of_unit(row, state, unit)):
         token = load_i32(word(state, t.TOKENS) + 4 * index)
         panel = word(row, t.WEIGHT) + (token >> 4) * word(row, t.PANEL_BYTES)

@@ -14,13 +14,14 @@ from llvmlite import ir
 from .activations import form_of
 from .emit import BYTE, Values, loop
 from .group_steps import grouped_step
-from .groups import GROUP_FORMATS
-from .integer_steps import HELD_AS, integer_step
+from .groups import GROUP_FORMATS, HELD_AS, SPREAD_FORMATS
+from .integer_steps import integer_step
 from .isa import BFLOAT16, BFLOAT16_DOT, CODES, FLOAT16, FLOAT32, host_has_dot
 from .memory import INT64, POINTER
 from .vectors import FLOATS, INTS, LANES, int_constant, multiply_add, splat_value
 
 ROUNDING = "round_rows"
+LINES_AHEAD = 5  # of a group that is not unpacked yet, which has up to 10: two tiles or more share the asking
 HALVES, CODE_LANES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(8), LANES)
 _LOW_HALF, _HIGH_HALF = 0x0000FFFF, 0xFFFF0000 - (1 << 32)
 
@@ -31,7 +32,8 @@ class Step:
 
     `weights` are pointers to each panel's 16 lanes, `xs` pointers to each row's next activation, `sums[r][p]` vectors;
     `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x. `lines`: cache lines
-    of a panel that it reads, where the tile shall ask for those of the next panels one by one.
+    of a panel that it reads, where the tile shall ask for those of the next panels one by one; where not,
+    `lines_ahead` are how many it asks for from the address on that it is given.
     """
 
     k_per_step: int
@@ -39,9 +41,19 @@ class Step:
     unroll: int
     emit: Callable[[Any, list[Values], Values, Values, bool], list[Values]]
     lines: int = 0
+    lines_ahead: int = 1
 
 
 def step_of(weight_format: int) -> Step:
+    if weight_format in SPREAD_FORMATS:
+        form = form_of(weight_format)
+        return Step(
+            form.size,
+            form.bytes,
+            1,
+            lambda b, sums, w, xs, odd: integer_step(b, weight_format, sums, w, xs),
+            lines_ahead=LINES_AHEAD,
+        )
     if weight_format in GROUP_FORMATS:
         size, lines = GROUP_FORMATS[weight_format].size, -(-GROUP_FORMATS[weight_format].bytes // 64)
         return Step(size, 4 * size, 1, lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs), lines)
@@ -61,7 +73,7 @@ def step_of(weight_format: int) -> Step:
 
 def x_unit(weight_format: int) -> tuple[int, int]:
     """Columns and bytes of what a row of x consists of."""
-    if weight_format in HELD_AS:
+    if weight_format in HELD_AS or weight_format in SPREAD_FORMATS:
         return form_of(weight_format).size, form_of(weight_format).bytes
     return (32, 64) if weight_format == BFLOAT16_DOT else (1, 4)
 
@@ -97,6 +109,12 @@ def _low(builder: Any, pair: Any) -> Any:
 
 def _high(builder: Any, pair: Any) -> Any:
     return builder.bitcast(builder.and_(pair, int_constant(_HIGH_HALF)), FLOATS)
+
+
+def bfloat16_pair(builder: Any, pointer: Any) -> tuple[Any, Any]:
+    """Both k of 16 pairs as float32."""
+    pair = builder.load(pointer, align=4, typ=INTS)
+    return _low(builder, pair), _high(builder, pair)
 
 
 def _bfloat16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:

@@ -62,7 +62,8 @@ SILU, GELU_TANH = 0, 1
     OPS, NUM_OPS, PROGRESS,  # operation rows, and two counters for each
     SCRATCH, SCRATCH_BYTES,  # per thread
     LINEAR_SCRATCH, LINEAR_BYTES,  # per thread: rounded rows of x,
-    TOTALS_OFFSET,           # and from here on totals of a product
+    TOTALS_OFFSET,           # from here on totals of a product
+    UNPACKED_OFFSET,         # and from here on an unpacked panel
     POOL, LAYER_BYTES,       # address; bytes of one layer, all blocks
     BLOCK_SIZE, BLOCK_BYTES, # bytes of one block in one layer
     VALUES_OFFSET,           # of the heads' V in it, which stand behind K
@@ -82,7 +83,7 @@ SILU, GELU_TANH = 0, 1
     LOGITS_OUT,              # where raw logits are copied, 0: nowhere
     LAYERS_OUT,              # address of one word for each layer: where its output is copied, 0: nowhere
     SAMPLING,                # address and length of each array of SamplingArrays, then those of SampledArrays
-) = range(60)
+) = range(61)
 # fmt: on
 STATE_WORDS = 112
 

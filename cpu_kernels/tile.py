@@ -32,12 +32,12 @@ from numpy.typing import NDArray
 
 from .activations import emit_encode, encode_name
 from .emit import BYTE, Body, Values, loop
-from .group_steps import emit_unpack, unpack_name
-from .groups import GROUP_FORMATS
-from .integer_steps import HELD_AS
+from .groups import HELD_AS
 from .isa import FORMAT_NAMES, Isa
 from .memory import INT64, POINTER, prefetch
+from .packing import step_bytes
 from .steps import ROUNDING, Step, emit_rounding, step_of, x_unit
+from .unpacking import emit_unpack, unpack_name
 from .vectors import FLOATS, float_constant
 
 ARGUMENTS = (
@@ -172,11 +172,12 @@ class _TileEmitter:
         return [*carried[:2], *carried[3:]]
 
     def ask(self, ahead: Any, following: Values) -> None:
-        """Ask for what is read later: a line for each panel from `ahead` on, or all lines of a step of `following`."""
+        """Ask for what is read later: lines for each panel from `ahead` on, or all lines of a step of `following`."""
         builder = self.builder
         places = [self.offset(panel, INT64(64 * line)) for panel in following for line in range(self.step.lines)]
         if not self.step.lines:
-            places = [builder.inttoptr(builder.add(ahead, INT64(64 * p)), POINTER) for p in range(self.width)]
+            lines = range(self.width * self.step.lines_ahead)
+            places = [builder.inttoptr(builder.add(ahead, INT64(64 * line)), POINTER) for line in lines]
         for place in places:
             prefetch(builder, place)
 
@@ -217,30 +218,29 @@ def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
             for width in widths:
                 function = ir.Function(module, kind, tile_name(weight_format, rows, width))
                 _TileEmitter(function, step_of(weight_format), rows, width).emit()
-        if weight_format in GROUP_FORMATS:
-            emit_unpack(module, weight_format)
+        if weight_format in isa.unpacked:
+            emit_unpack(module, weight_format, isa.unpacked[weight_format])
         if weight_format in HELD_AS:
             emit_encode(module, weight_format)
     emit_rounding(module)
     return module
 
 
-def _other_name(weight_format: int) -> str:
-    """The function that stands beside the tiles of a format."""
-    if weight_format in GROUP_FORMATS:
-        return unpack_name(weight_format)
+def _rounding_name(weight_format: int) -> str:
     return encode_name(weight_format) if weight_format in HELD_AS else ROUNDING
 
 
 def tile_names(isa: Isa, formats: Sequence[int]) -> list[str]:
     shapes = [(f, r, widths) for f in formats for r, widths in enumerate(isa.tiles[f], start=1)]
-    others = list(dict.fromkeys([ROUNDING, *(_other_name(f) for f in formats)]))
-    return [*others, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
+    others = list(dict.fromkeys([ROUNDING, *(_rounding_name(f) for f in formats)]))
+    unpacking = [unpack_name(f, isa.unpacked[f]) for f in formats if f in isa.unpacked]
+    return [*others, *unpacking, *(tile_name(f, r, w) for f, r, widths in shapes for w in widths)]
 
 
 # Kernels find a tile at [format, rows, panels]: the address and width of the widest one that fits in `panels` panels.
-# [format, 0, 0] holds the most rows that a tile has; [format, 0, 1] the address of the function that rounds rows, or
-# that unpacks a panel of the format; [format, 0, 2] the columns and bytes of a unit of x (see `rounding`).
+# [format, 0, 0] holds the most rows that a tile has, and the bytes of a panel that a step reads; [format, 0, 1] the
+# address of the function that rounds rows; [format, 0, 2] the columns and bytes of a unit of x (see `rounding`);
+# [format, 0, 3] the address of the function that unpacks a panel, 0: none, and the format that it is unpacked to.
 TABLE_SHAPE = (32, 16, 16, 2)
 
 
@@ -248,9 +248,12 @@ def tile_table(isa: Isa, formats: Sequence[int], addresses: Mapping[str, int]) -
     """TABLE_SHAPE int64, from the address of every tile by name."""
     table = np.zeros(TABLE_SHAPE, dtype=np.int64)
     for weight_format in formats:
-        table[weight_format, 0, 0] = len(isa.tiles[weight_format])
-        table[weight_format, 0, 1] = addresses[_other_name(weight_format)]
+        table[weight_format, 0, 0] = len(isa.tiles[weight_format]), step_bytes(weight_format)
+        table[weight_format, 0, 1, 0] = addresses[_rounding_name(weight_format)]
         table[weight_format, 0, 2] = x_unit(weight_format)
+        if weight_format in isa.unpacked:
+            unpacked = isa.unpacked[weight_format]
+            table[weight_format, 0, 3] = addresses[unpack_name(weight_format, unpacked)], unpacked
         for rows, widths in enumerate(isa.tiles[weight_format], start=1):
             for width in reversed(widths):
                 entry = addresses[tile_name(weight_format, rows, width)], width

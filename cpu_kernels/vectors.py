@@ -178,6 +178,13 @@ def lanes_sum(builder: Any, value: Any) -> Any:
     return _fold(builder, value, builder.fadd)
 
 
+def integer_lanes_sum(builder: Any, value: Any) -> Any:
+    """The sum of integer lanes, modulo 2^32."""
+    name, kind = "llvm.vector.reduce.add.v16i32", ir.FunctionType(ir.IntType(32), [INTS])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(function, [value])
+
+
 def largest_lane(builder: Any, value: Any) -> Any:
     return _fold(builder, value, partial(larger, builder))
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cpu_kernels.groups import GROUP_FORMATS, Codes
-from ..cpu_kernels.isa import INT4, INT4_K, INT8, INT8_K
+from ..cpu_kernels.groups import GROUP_FORMATS, INT16_LIMIT, Codes
+from ..cpu_kernels.isa import INT4, INT4_K, INT8, INT8_K, INT16
 from .program import Weight
 from .weights import Checkpoint, check_weight
 
@@ -142,8 +142,8 @@ def load_codes(checkpoint: Checkpoint, weight: Weight, weight_format: int) -> Co
 
 
 def nearest_codes(values: NDArray[np.float32], weight_format: int) -> Codes:
-    """The nearest codes of a float32 matrix (N, K): INT8 around zero, INT4 from least to largest. K is filled up with
-    zeros to whole groups."""
+    """The nearest codes of a float32 matrix (N, K): INT16 and INT8 around zero, INT4 from least to largest. K is filled
+    up with zeros to whole groups."""
     if missing := -values.shape[1] % GROUP_FORMATS[weight_format].size:
         values = np.pad(values, ((0, 0), (0, missing)))
     rows = max(1, (1 << 20) // values.shape[1])  # of about 4 MiB, so that temporaries stay small
@@ -164,6 +164,10 @@ def joined(parts: Sequence[Codes]) -> Codes:
 def _nearest(values: NDArray[np.float32], weight_format: int) -> Codes:
     group = GROUP_FORMATS[weight_format]
     groups = values.reshape(len(values), 1, -1, group.size)
+    if weight_format == INT16:
+        scale = np.abs(groups).max(axis=-1) / np.float32(INT16_LIMIT)
+        codes = np.rint(groups / _nonzero(scale)).clip(-INT16_LIMIT, INT16_LIMIT).astype(np.int16)
+        return Codes(codes.reshape(len(values), -1), scale.reshape(len(values), -1), None)
     if not group.has_least:
         scale = (np.abs(groups).max(axis=-1) / 127).astype(np.float16)
         return _codes(np.rint(groups / _nonzero(scale)).clip(-127, 127) + 128, scale, None)
@@ -172,7 +176,7 @@ def _nearest(values: NDArray[np.float32], weight_format: int) -> Codes:
     return _codes(np.rint((groups - least[..., None]) / _nonzero(scale)).clip(0, 15), scale, least)
 
 
-def _nonzero(scale: NDArray[np.float16]) -> NDArray[np.float32]:
+def _nonzero(scale: NDArray[Any]) -> NDArray[np.float32]:
     return np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
 
 

@@ -11,12 +11,25 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kvpool.cpu_kernels import group_steps
-from kvpool.cpu_kernels.group_steps import unpack_name
 from kvpool.cpu_kernels.groups import GROUP_FORMATS, Codes, pack_codes
-from kvpool.cpu_kernels.isa import AVX2, AVX512, FLOAT32, FORMAT_NAMES, GROUPED, INT4, INT4_K, INT8, INT8_K, Isa
+from kvpool.cpu_kernels.isa import (
+    AVX2,
+    AVX512,
+    BFLOAT16,
+    FLOAT32,
+    FORMAT_NAMES,
+    GROUPED,
+    INT4,
+    INT4_K,
+    INT8,
+    INT8_K,
+    INT16,
+    Isa,
+)
 from kvpool.cpu_kernels.machine_code import load_functions
-from kvpool.cpu_kernels.packing import from_bfloat16, panel_bytes, step_bytes, to_bfloat16
+from kvpool.cpu_kernels.packing import from_bfloat16, pack, panel_bytes, step_bytes, to_bfloat16
 from kvpool.cpu_kernels.tile import ARGUMENTS, tile_name, tile_names, tiles_module
+from kvpool.cpu_kernels.unpacking import unpack_name
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32
 from kvpool.model.cpu.backend import CpuBackend
@@ -26,7 +39,8 @@ from tests.support.gguf_checkpoint import BlockCheckpoint, random_blocks
 from tests.support.random_checkpoint import RandomCheckpoint
 from tests.support.steps import Piece, Shape, run_step, tiny_program
 
-ONE_TILE = Isa("one", dict.fromkeys(GROUPED, ((1,),)))
+UNPACKED = (*GROUPED, BFLOAT16)
+ONE_TILE = Isa("one", dict.fromkeys(UNPACKED, ((1,),)), dict.fromkeys(UNPACKED, FLOAT32))
 SHAPE = Shape(hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
 PROGRAM = tiny_program(SHAPE)
 TOKENS = np.random.default_rng(7).integers(0, SHAPE.vocab_size, 160).tolist()
@@ -43,15 +57,20 @@ def same(got: Float32 | None, expected: Float32 | None) -> bool:
 def unpacked(codes: Codes, weight_format: int) -> Float32:
     """(N filled up to 16, K) through packing and the unpacking function."""
     panels, cols = -(-len(codes.codes) // 16), codes.codes.shape[1]
-    size = panel_bytes(weight_format, cols)
-    packed = np.zeros(panels * size, np.uint8)
+    packed = np.zeros(panels * panel_bytes(weight_format, cols), np.uint8)
     pack_codes(codes, weight_format, packed)
+    return floats(packed, panels, cols, weight_format)
+
+
+def floats(packed: np.ndarray, panels: int, cols: int, weight_format: int) -> Float32:
+    """(16 panels, K) through the unpacking function."""
+    size = panel_bytes(weight_format, cols)
     names = tile_names(ONE_TILE, [weight_format])
     addresses = load_functions(lambda: tiles_module(ONE_TILE, [weight_format]), names, None)
-    unpack = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(addresses[unpack_name(weight_format)])
+    unpack = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(addresses[unpack_name(weight_format, FLOAT32)])
     out = np.full((panels, cols, 16), np.nan, np.float32)
     for number in range(panels):
-        unpack(packed.ctypes.data + number * size, out[number].ctypes.data, cols // GROUP_FORMATS[weight_format].size)
+        unpack(packed.ctypes.data + number * size, out[number].ctypes.data, size // step_bytes(weight_format))
     return out.transpose(0, 2, 1).reshape(panels * 16, cols)
 
 
@@ -83,16 +102,27 @@ def test_half_precision_scales_on_every_processor(has_half: bool, monkeypatch: p
     assert same(unpacked(codes, INT8)[: len(halves), 0] + 0.0, halves[:, 0].astype(np.float32) + 0.0)
 
 
-@pytest.mark.parametrize(("weight_format", "steps"), [(INT8, 254), (INT4, 15)])
+@pytest.mark.parametrize(("weight_format", "steps"), [(INT16, 8190), (INT8, 254), (INT4, 15)])
 def test_nearest_codes_err_by_half_a_step(weight_format: int, steps: int) -> None:
-    values = np.random.default_rng(1).normal(size=(33, 96)).astype(np.float32)
+    size, half = GROUP_FORMATS[weight_format].size, GROUP_FORMATS[weight_format].scale == np.float16
+    values = np.random.default_rng(1).normal(size=(33, 3 * size)).astype(np.float32)
     values[3] = 0.0
-    values[4, :32] = 7.0
+    values[4, :size] = 7.0
     got = unpacked(nearest_codes(values, weight_format), weight_format)[:33]
-    groups = values.reshape(33, 3, 32)
-    span = 2 * np.abs(groups).max(axis=-1) if weight_format == INT8 else np.ptp(groups, axis=-1)
-    limit = span / steps * 0.51 + 2.0**-10 * np.abs(groups).max(axis=-1)
-    assert (np.abs(got - values).reshape(33, 3, 32) <= limit[..., None]).all()
+    groups = values.reshape(33, 3, size)
+    span = np.ptp(groups, axis=-1) if weight_format == INT4 else 2 * np.abs(groups).max(axis=-1)
+    limit = span / steps * 0.51 + half * 2.0**-10 * np.abs(groups).max(axis=-1)
+    assert (np.abs(got - values).reshape(33, 3, size) <= limit[..., None]).all()
+
+
+def test_bfloat16_unpacks_to_its_numbers() -> None:
+    values = from_bfloat16(to_bfloat16(np.random.default_rng(2).normal(size=(40, 37)).astype(np.float32)))
+    packed = np.zeros(3 * panel_bytes(BFLOAT16, 37), np.uint8)
+    pack(values, BFLOAT16, packed)
+    got = floats(packed, 3, 38, BFLOAT16)
+    assert same(got[:40, :37], values)
+    assert not got[40:].any()
+    assert not got[:, 37].any()
 
 
 def backend(checkpoint: RandomCheckpoint, **options: object) -> CpuBackend:
@@ -144,7 +174,7 @@ class _Rounded(BlockCheckpoint):
         return from_bfloat16(to_bfloat16(RandomCheckpoint.load(self, name)))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int16", "int8", "int4"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_weights_that_are_quantised_here(dtype: str, threads: int) -> None:
     """Of a float32 checkpoint: near its numbers, the same bits however the prompt is cut and with any threads."""
@@ -160,8 +190,8 @@ def test_weights_that_are_quantised_here(dtype: str, threads: int) -> None:
     ]
     assert same(np.concatenate([part for part in parts if part is not None]), whole)
     error = np.abs(whole - expected).mean() / np.abs(expected).mean()
-    assert 0 < error < {"int8": 0.05, "int4": 0.6}[dtype]
-    assert held.weights_bytes < exact.weights_bytes * {"int8": 0.28, "int4": 0.17}[dtype]
+    assert 0 < error < {"int16": 1e-3, "int8": 0.05, "int4": 0.6}[dtype]
+    assert held.weights_bytes < exact.weights_bytes * {"int16": 0.53, "int8": 0.28, "int4": 0.17}[dtype]
     exact.close()
     held.close()
 
@@ -185,12 +215,14 @@ def test_groups_of_another_size_are_refused() -> None:
     ids=lambda value: FORMAT_NAMES[value] if isinstance(value, int) else value.name,
 )
 def test_tiles_give_the_bits_of_float32_panels(isa: Isa, weight_format: int) -> None:
-    """Every tile over two groups of panels, k = a chain of 128 and one of 32, against one float32 tile of one row."""
-    kind, cols = {INT8: "Q8_0", INT4: "Q4_1", INT8_K: "Q5_1", INT4_K: "Q4_1"}[weight_format], 160
+    """Every tile over two groups of panels, k = a chain of 128 and a short one, against one float32 tile of one row."""
+    cols = 128 + max(32, GROUP_FORMATS[weight_format].size)
     widest, most = max(map(max, isa.tiles[weight_format])), len(isa.tiles[weight_format])
-    codes = gguf_codes(kind, random_blocks(kind, 32 * widest, cols))
-    if weight_format == INT4_K:
-        codes = widen(codes, INT4_K, INT4)
+    values = np.random.default_rng(4).normal(size=(32 * widest, cols)).astype(np.float32)
+    held = {INT8_K: INT8, INT4_K: INT4}.get(weight_format, weight_format)  # what floats can be rounded to
+    codes = nearest_codes(values, held)
+    if held != weight_format:
+        codes = widen(codes, weight_format, held)
     plain = unpacked(codes, weight_format).reshape(2 * widest, 16, cols).transpose(0, 2, 1).copy()
     packed = np.zeros(2 * widest * panel_bytes(weight_format, cols), np.uint8)
     pack_codes(codes, weight_format, packed)
@@ -205,7 +237,7 @@ def test_tiles_give_the_bits_of_float32_panels(isa: Isa, weight_format: int) -> 
         given = dict.fromkeys(ARGUMENTS, 0) | {
             "x": x[first_row:].ctypes.data, "x_stride": x.strides[0], "groups": 2 * widest // width,
             "table": table.ctypes.data, "panel_stride": size, "blocks": 2, "block_stride": size * 128 // cols,
-            "segments": 1, "k": 128, "last_k": 32, "step_stride": step_bytes(number), "out": out.ctypes.data,
+            "segments": 1, "k": 128, "last_k": cols - 128, "step_stride": step_bytes(number), "out": out.ctypes.data,
             "out_stride": out.strides[0], "ahead_table": table.ctypes.data,
         }  # fmt: skip
         tile = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(ARGUMENTS))(addresses[tile_name(number, rows, width)])

@@ -11,8 +11,7 @@ import pytest
 
 from kvpool.cpu_kernels import integer_steps, vectors
 from kvpool.cpu_kernels.activations import encode_name, form_of
-from kvpool.cpu_kernels.groups import Codes, pack_codes
-from kvpool.cpu_kernels.integer_steps import HELD_AS
+from kvpool.cpu_kernels.groups import GROUP_FORMATS, HELD_AS, INT16_LIMIT, Codes, group_of, pack_codes
 from kvpool.cpu_kernels.isa import (
     AVX2,
     AVX512,
@@ -21,6 +20,7 @@ from kvpool.cpu_kernels.isa import (
     INT4_X16,
     INT8_K_X16,
     INT8_X16,
+    INT16_X16,
     INTEGER,
     PLAIN,
     Isa,
@@ -28,6 +28,7 @@ from kvpool.cpu_kernels.isa import (
 from kvpool.cpu_kernels.machine_code import host_machine, load_functions, machine, optimise
 from kvpool.cpu_kernels.packing import panel_bytes, step_bytes
 from kvpool.cpu_kernels.tile import ARGUMENTS, tile_name, tile_names, tiles_module
+from kvpool.cpu_kernels.unpacking import unpack_name
 from kvpool.model.backend import BackendLimits
 from kvpool.model.batch import Float32
 from kvpool.model.cpu.backend import CpuBackend
@@ -72,11 +73,14 @@ def decoded(groups: np.ndarray, read_as: int) -> tuple[np.ndarray, Float32, Floa
     form = form_of(read_as)
     words = groups[..., : form.codes_bytes].copy().view(np.int16 if form.bits == 16 else np.int8)
     numbers = words.reshape(*groups.shape[:2], form.words, -1).swapaxes(-1, -2).reshape(*groups.shape[:2], form.size)
-    tail = groups[..., form.codes_bytes :].copy().view(np.float32)
-    return numbers, tail[..., 0], tail[..., 1]
+    tail = groups[..., form.codes_bytes :].copy()
+    step, total, count = tail.view(np.float32)[..., 0], tail.view(np.float32)[..., 1], tail.view(np.int32)[..., 2]
+    whole = np.isfinite(step)
+    np.testing.assert_array_equal(count[whole], numbers.sum(axis=-1, dtype=np.int32)[whole])
+    return numbers, step, total
 
 
-@pytest.mark.parametrize("read_as", [INT4_X16, INT8_K_X16, INT4_X8], ids=FORMAT_NAMES.get)
+@pytest.mark.parametrize("read_as", [INT4_X16, INT8_K_X16, INT4_X8, INT16_X16], ids=FORMAT_NAMES.get)
 def test_activations_become_the_nearest_codes(read_as: int) -> None:
     form = form_of(read_as)
     x = np.random.default_rng(0).normal(size=(5, 4 * form.size)).astype(np.float32)
@@ -109,18 +113,17 @@ class Operands:
 
     def __init__(self, read_as: int, rows: int, panels: int, cols: int, encode: int) -> None:
         random, held, form = np.random.default_rng(1), HELD_AS[read_as], form_of(read_as)
-        bits = 4 if FORMAT_NAMES[held].startswith("int4") else 8
-        codes = random.integers(0, 1 << bits, (16 * panels, cols)).astype(np.uint8)
-        codes[0], codes[1] = (1 << bits) - 1, 0
-        scale, least = (
-            random.uniform(0.5, 1.0, (2, 16 * panels, cols // form.size)).astype(np.float16).astype(np.float32)
-        )
-        if held == HELD_AS[INT8_X16]:
-            least = -128 * scale
+        group = GROUP_FORMATS[held]
+        low, high = (-INT16_LIMIT, INT16_LIMIT) if group.is_signed else (0, (1 << group.bits) - 1)
+        codes = random.integers(low, high + 1, (16 * panels, cols)).astype(np.int16 if group.is_signed else np.uint8)
+        codes[0], codes[1] = high, low
+        scale, least = random.uniform(0.5, 1.0, (2, 16 * panels, cols // form.size)).astype(np.float16)
+        scale, least = scale.astype(np.float32), -least.astype(np.float32)
         self.size = panel_bytes(held, cols)
         self.packed = np.zeros(panels * self.size, np.uint8)
-        pack_codes(Codes(codes, scale, -least), held, self.packed)
-        least = least if held == HELD_AS[INT8_X16] else -least
+        pack_codes(Codes(codes, scale, least if group.has_least else None), held, self.packed)
+        if not group.has_least:
+            least = -group.zero * scale
         x = random.normal(size=(rows, cols)).astype(np.float32)
         x[0] = np.abs(x).max()  # every number is the largest: sums as large as they get
         self.x = encoded(x, read_as, encode)
@@ -129,14 +132,25 @@ class Operands:
         self.expected = np.einsum("rgk,ngk->rn", numbers * step[..., None].astype(np.float64), weights)
         self.scale = np.einsum("rgk,ngk->rn", np.abs(numbers * step[..., None].astype(np.float64)), np.abs(weights))
 
-    def product(self, read_as: int, tile: int, rows: int, width: int) -> Float32:
+    def spread(self, unpack: int, read_as: int) -> np.ndarray:
+        """All panels through an unpacking function, as those of `read_as`."""
+        panels, groups = len(self.packed) // self.size, self.x.shape[1]
+        out = np.zeros((panels, groups * group_of(read_as).bytes), np.uint8)
+        for number in range(panels):
+            call(unpack, self.packed.ctypes.data + number * self.size, out[number].ctypes.data, groups)
+        return out
+
+    def product(
+        self, read_as: int, tile: int, rows: int, width: int, packed: np.ndarray | None = None, first: int = 0
+    ) -> Float32:
         """All panels, in two blocks of groups of k: as many groups as there are, but one, and one."""
+        packed = self.packed if packed is None else packed
         form, (_, groups, _), panels = form_of(read_as), self.x.shape, len(self.packed) // self.size
-        out, table = np.zeros((rows, 16 * panels), np.float32), np.array([self.packed.ctypes.data], np.int64)
-        step = step_bytes(HELD_AS[read_as])
+        out, table = np.zeros((rows, 16 * panels), np.float32), np.array([packed.ctypes.data], np.int64)
+        step = step_bytes(read_as)
         given = dict.fromkeys(ARGUMENTS, 0) | {
-            "x": self.x.ctypes.data, "x_stride": self.x.strides[0], "groups": panels // width,
-            "table": table.ctypes.data, "panel_stride": self.size, "blocks": 2, "block_stride": step * (groups - 1),
+            "x": self.x[first:].ctypes.data, "x_stride": self.x.strides[0], "groups": panels // width,
+            "table": table.ctypes.data, "panel_stride": step * groups, "blocks": 2, "block_stride": step * (groups - 1),
             "segments": 1, "k": form.size * (groups - 1), "last_k": form.size, "step_stride": step,
             "out": out.ctypes.data, "out_stride": out.strides[0], "ahead_table": table.ctypes.data,
         }  # fmt: skip
@@ -158,7 +172,25 @@ def test_every_tile_gives_the_sums_of_codes(read_as: int) -> None:
             np.testing.assert_array_equal(got[0].view(np.uint32), expected[0].view(np.uint32))
 
 
-@pytest.mark.parametrize("read_as", [INT8_X16, INT4_X8], ids=FORMAT_NAMES.get)
+@pytest.mark.parametrize("read_as", FORMATS)
+def test_unpacked_panels_give_the_same_bits(read_as: int) -> None:
+    """Tiles of many rows read codes that were spread to the width of activations, where a processor gains by it."""
+    if read_as not in AVX2.unpacked:
+        assert read_as == INT16_X16  # is as wide as activations are
+        return
+    unpacked = AVX2.unpacked[read_as]
+    addresses = functions(AVX2, read_as) | functions(AVX2, unpacked)
+    most = len(AVX2.tiles[unpacked])
+    operands = Operands(read_as, most, 2, 5 * form_of(read_as).size, addresses[encode_name(read_as)])
+    panels = operands.spread(addresses[unpack_name(read_as, unpacked)], unpacked)
+    one = addresses[tile_name(read_as, 1, 1)]
+    expected = np.concatenate([operands.product(read_as, one, 1, 1, first=row) for row in range(most)])
+    for rows, (width,) in enumerate(AVX2.tiles[unpacked], start=1):
+        got = operands.product(unpacked, addresses[tile_name(unpacked, rows, width)], rows, width, panels)
+        np.testing.assert_array_equal(got.view(np.uint32), expected[:rows].view(np.uint32))
+
+
+@pytest.mark.parametrize("read_as", [INT8_X16, INT4_X8, INT16_X16], ids=FORMAT_NAMES.get)
 @pytest.mark.parametrize(("isa", "bits"), [(PLAIN, 0), (WIDE, 256)], ids=["plain", "wide"])
 def test_every_processor_gives_the_same_bits(
     read_as: int, isa: Isa, bits: int, monkeypatch: pytest.MonkeyPatch

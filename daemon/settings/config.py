@@ -76,8 +76,8 @@ class Config:
     device: str = option("auto", choice("auto", "cpu", "cuda"), "where the model runs")
     dtype: str = option(
         "auto",
-        choice("auto", "float32", "bfloat16", "float16", "int8", "int4"),
-        "how weights are held; auto: a quantised file's own codes (CPU), else 16 bits; int8, int4: groups of 32",
+        choice("auto", "float32", "bfloat16", "float16", "int16", "int8", "int4"),
+        "how weights are held; auto: a quantised file's own codes (CPU), else 16 bits; int16 (CPU), int8, int4: groups",
     )
     kv_dtype: str = option(
         "auto",

@@ -17,9 +17,7 @@ from ...cpu_kernels.integer_steps import INTEGER_PRODUCTS
 from ...cpu_kernels.isa import (
     BFLOAT16,
     BFLOAT16_DOT,
-    FLOAT32,
     FORMAT_NAMES,
-    GROUPED,
     INTEGER,
     host_has_dot,
     host_has_half,
@@ -44,7 +42,7 @@ from .program import OperationTable, PoolLayout, Workspace
 from .weight_cache import WeightCache
 from .weights import WEIGHT_DTYPES, pack_weights
 
-KV_LAYOUT_VERSION = 2
+KV_LAYOUT_VERSION = 3
 """Goes up with every change of a block's layout or of a kernel's arithmetic: stored blocks are computed anew then."""
 
 _STEP_ARRAYS = (  # in the order of their words in the state
@@ -94,7 +92,7 @@ def _names(formats: Iterable[int]) -> str:
 
 
 class CpuBackend(PlainHostPool):
-    """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int8 | int4 (see `weights.format_of`);
+    """Fulfils `backend.Backend`. `dtype`: auto | float32 | bfloat16 | int16 | int8 | int4 (see `weights.format_of`);
     `kv_dtype`: auto | float32 | bfloat16 | float16 | int8 (scales per head and token); `activations`: auto | float32 |
     int16 | int8, for products with quantised weights (see `cpu_kernels.activations`).
 
@@ -148,7 +146,7 @@ class CpuBackend(PlainHostPool):
     def _load_kernels(self) -> Kernels:
         """For the formats at hand; without dot products if those do not compute what they should."""
         held, read = set(self._weights.formats.values()), set(self._read_as.values())
-        unpacked = {FLOAT32} if held & set(GROUPED) else set()
+        unpacked = {host_isa().unpacked[number] for number in held | read if number in host_isa().unpacked}
         formats = sorted({self._layout.kv.tile_format} | held | read | unpacked)
         kernels = load_kernels(host_isa(), formats, self._kernel_cache, self._progress)
         if BFLOAT16_DOT in read and not dot_agrees(kernels.tiles):
@@ -166,6 +164,7 @@ class CpuBackend(PlainHostPool):
             t.LINEAR_SCRATCH: workspace.linear_scratch,
             t.LINEAR_BYTES: workspace.linear_bytes,
             t.TOTALS_OFFSET: workspace.totals_offset,
+            t.UNPACKED_OFFSET: workspace.unpacked_offset,
             t.OPS: self._operations.ctypes.data,
             t.NUM_OPS: len(self._operations),  # at most: see `_write_step`
             t.SCRATCH: workspace.scratch,

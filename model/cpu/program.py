@@ -14,7 +14,7 @@ from ...cpu_kernels import table as t
 from ...cpu_kernels.attention import partial_bytes, prefix_bytes, scratch_bytes
 from ...cpu_kernels.isa import BFLOAT16, FLOAT32
 from ...cpu_kernels.kv_formats import KvFormat
-from ...cpu_kernels.linear import BLOCK_ROWS, STRETCH
+from ...cpu_kernels.linear import BLOCK_ROWS, STRETCH, UNPACKED_STRETCH
 from ...cpu_kernels.packing import round_up
 from ...cpu_kernels.plan import SPLIT, UNIT_BYTES
 from ...cpu_kernels.sampling import scratch_floats
@@ -151,7 +151,8 @@ class Workspace:
         self.sampling_floats = scratch_floats(config.vocab_size)
         longest = max(op.weight.cols for op in program.ops if isinstance(op, Linear | Logits))
         self.totals_offset = BLOCK_ROWS * max(rounded_bytes(longest, number) for number in read_as.values())
-        self.linear_bytes = self.totals_offset + BLOCK_ROWS * MAX_UNIT_PANELS * 64
+        self.unpacked_offset = self.totals_offset + BLOCK_ROWS * MAX_UNIT_PANELS * 64
+        self.linear_bytes = self.unpacked_offset + max(UNPACKED_STRETCH, longest) * 64 + 64
         max_units = self.max_rows * config.num_kv_heads + divided_tiles * max_splits
         parts = [
             layout.reserve(size)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...cpu_kernels import packing
 from ...cpu_kernels.groups import GROUP_FORMATS, pack_codes
-from ...cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT4_K, INT8, INT8_K
+from ...cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT4_K, INT8, INT8_K, INT16
 from ...cpu_kernels.packing import round_up
 from ..backend import Progress
 from ..host_memory import Bytes, Layout, map_bytes
@@ -19,7 +19,14 @@ from ..weights import Checkpoint, load_weight
 from .weight_cache import WeightCache, cache_name
 
 # What `dtype` may say, and how matrices are held then unless the file holds codes of that width: see `format_of`.
-WEIGHT_DTYPES = {"auto": BFLOAT16, "float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8, "int4": INT4}
+WEIGHT_DTYPES = {
+    "auto": BFLOAT16,
+    "float32": FLOAT32,
+    "bfloat16": BFLOAT16,
+    "int16": INT16,
+    "int8": INT8,
+    "int4": INT4,
+}
 # Formats whose codes are taken over as they are where the file has such.
 _KEPT = {"auto": (INT8, INT4, INT8_K, INT4_K), "int8": (INT8,), "int4": (INT4, INT4_K)}
 
