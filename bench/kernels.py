@@ -7,8 +7,9 @@
 
 Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
 operation on weights, or keys and values, of its own, so that nothing comes out of a cache that would not in a model.
-The two columns of percentages are shares of the float32 multiply-adds and of the read bandwidth that this process
-measured just before; the larger of the two says how close to the roof a kernel is. With other work on the machine the
+The two columns of percentages are shares of the multiply-adds and of the read bandwidth that this process measured just
+before (of codes of 16 or 8 bits where activations are such, from registers, without unpacking or scales, else of
+float32); the larger of the two says how close to the roof a kernel is. With other work on the machine the
 figures mean little: compare best and median. On a busy machine `--clock cpu --threads 1` says what a thread takes while
 it has a processor, and formats can be compared with each other, though not with the roof.
 """
@@ -19,8 +20,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from kvpool.model.weights import Float32, RawTensor
 
 BLOCK_SIZE = 16
 COLD_BYTES = 256 << 20  # weights of one launch: far more than caches hold
-BYTES_EACH = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0625, "int4": 0.625}
+BYTES_EACH = {"float32": 4.0, "bfloat16": 2.0, "int16": 2.0625, "int8": 1.0625, "int4": 0.625}
 SHAPES = {  # hidden_size, intermediate_size, columns of the fused q, k and v
     "smollm2-135m": (576, 1536, 960),
     "qwen2.5-0.5b": (896, 4864, 1152),
@@ -117,6 +118,27 @@ def step(num_sequences: int, queries: int, context: int, shared: int = 0) -> Ste
     )
 
 
+def arithmetic_rates(roofline: Roofline) -> dict[int, float]:
+    """Operations per second by the bits of what is multiplied: float32, and codes where there are instructions."""
+    rates = {32: roofline.flops()}
+    return rates | {bits: roofline.code_ops(bits) for bits in (16, 8)}
+
+
+def described(rates: Mapping[int, float]) -> str:
+    codes = ", ".join(f"{rates[bits] / 1e9:.0f} in codes of {bits} bits" for bits in (16, 8))
+    return f"{rates[32] / 1e9:.0f} GFLOP/s in float32, {codes}"
+
+
+def product_work(backend: CpuBackend, program: Program, tokens: int, logit_rows: int) -> dict[int, float]:
+    """Operations of the matrix products of a step, by the bits of what is multiplied."""
+    work: dict[int, float] = {}
+    for op in program.ops:
+        if isinstance(op, Linear | Logits):
+            rows, bits = tokens if isinstance(op, Linear) else logit_rows, backend.activation_bits[op.weight]
+            work[bits] = work.get(bits, 0.0) + 2.0 * op.weight.rows * op.weight.cols * rows
+    return work
+
+
 def greedy(rows: int) -> SamplingBatch:
     """The best token of each row, and its logprob."""
     zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
@@ -143,21 +165,22 @@ class Bench:
     repeats: int
     clock: Callable[[], float] = time.perf_counter
     activations: str = "auto"
-    flops: float = 0.0
+    rates: Mapping[int, float] = field(default_factory=dict)
     read_bytes: float = 0.0
 
     def measure_roof(self) -> None:
         roofline = Roofline(self.threads)
-        self.flops, self.read_bytes = roofline.flops(), roofline.read_bytes()
-        print(f"roof: {self.flops / 1e9:.0f} GFLOP/s in float32, {self.read_bytes / 1e9:.1f} GB/s read")
+        self.rates, self.read_bytes = arithmetic_rates(roofline), roofline.read_bytes()
+        print(f"roof: {described(self.rates)}, {self.read_bytes / 1e9:.1f} GB/s read")
 
     def backend(self, program: Program, dtype: str, rows: int, sequences: int, kv_dtype: str = "auto") -> CpuBackend:
         limits = BackendLimits(BLOCK_SIZE, max(sequences, 1), max(rows, 1), 8192)
         formats = {"dtype": dtype, "kv_dtype": kv_dtype, "activations": self.activations}
         return CpuBackend(program, Filled(program), limits, **formats, threads=self.threads)
 
-    def report(self, name: str, backend: CpuBackend, batch: StepBatch, flops: float, read: float) -> None:
-        """Median and best time of a step, and the shares of the roof that the best one reached."""
+    def report(self, name: str, backend: CpuBackend, batch: StepBatch, work: Mapping[int, float], read: float) -> None:
+        """Median and best time of a step, and the shares of the roof that the best one reached; `work`: operations by
+        the bits of what they multiply."""
         times = []
         for _ in range(self.repeats + 1):
             start = self.clock()
@@ -165,20 +188,22 @@ class Bench:
             backend.collect()
             times.append(self.clock() - start)
         median, best = statistics.median(times[1:]), min(times[1:])
+        flops, least = sum(work.values()), sum(count / self.rates[bits] for bits, count in work.items())
         print(
             f"{name:<44} {median * 1e3:9.2f} ms  best {best * 1e3:9.2f}  {flops / best / 1e9:7.1f} GFLOP/s "
-            f"{flops / best / self.flops:5.0%}  {read / best / 1e9:6.1f} GB/s {read / best / self.read_bytes:5.0%}"
+            f"{least / best:5.0%}  {read / best / 1e9:6.1f} GB/s {read / best / self.read_bytes:5.0%}"
         )
 
     def linear(self, shape: str, dtype: str, rows: Sequence[int]) -> None:
         hidden, ffn, qkv = SHAPES[shape]
         for name, columns, k in (("qkv", qkv, hidden), ("gate_up", 2 * ffn, hidden), ("down", hidden, ffn)):
             copies = max(1, -(-COLD_BYTES // int(columns * k * BYTES_EACH[dtype])))
-            backend = self.backend(linear_program(columns, k, copies), dtype, max(rows), 1)
+            program = linear_program(columns, k, copies)
+            backend = self.backend(program, dtype, max(rows), 1)
             backend.allocate_pool(-(-max(rows) // BLOCK_SIZE))
             for count in rows:
                 label = f"{shape} {name} {columns}x{k} {dtype} {count} rows"
-                work = 2.0 * columns * k * copies * count
+                work = product_work(backend, program, count, 1)
                 self.report(label, backend, step(1, count, count), work, float(backend.weights_bytes))
             backend.close()
 
@@ -202,7 +227,7 @@ class Bench:
             read = sequences * context * backend.block_bytes / BLOCK_SIZE
             common = f", {shared} shared," if shared else ""
             label = f"attention {sequences} x {queries} of {context}{common} {kv_dtype} KV"
-            self.report(label, backend, batch, 4.0 * pairs * heads * head_dim * layers, read)
+            self.report(label, backend, batch, {32: 4.0 * pairs * heads * head_dim * layers}, read)
             backend.close()
 
     def model(self, name: str, dtype: str) -> None:
@@ -219,8 +244,6 @@ class Bench:
             model.program, model.checkpoint, limits, **formats, threads=self.threads, model_hash=model.model_hash
         )
         print(f"{backend.description}: ready in {time.perf_counter() - start:.1f} s")
-        values = sum(op.weight.rows * op.weight.cols for op in model.program.ops if isinstance(op, Linear | Logits))
-        head = next(op.weight for op in model.program.ops if isinstance(op, Logits))
         attended = 4 * model.config.num_layers * model.config.num_heads * model.config.head_dim
         for sequences, queries, context in (
             (1, 1, 128),
@@ -233,9 +256,10 @@ class Bench:
             batch = step(sequences, queries, context)
             backend.allocate_pool(batch.block_tables.size)
             pairs = sequences * sum(context - queries + i + 1 for i in range(queries))
-            flops = 2.0 * (values * queries - head.rows * head.cols * (queries - 1)) * sequences + attended * pairs
+            work = product_work(backend, model.program, sequences * queries, sequences)
+            work[32] = work.get(32, 0.0) + attended * pairs
             read = backend.weights_bytes + sequences * context * backend.block_bytes / BLOCK_SIZE
-            self.report(f"{name} {dtype} {sequences} x {queries} of {context}", backend, batch, flops, read)
+            self.report(f"{name} {dtype} {sequences} x {queries} of {context}", backend, batch, work, read)
         backend.close()
 
 

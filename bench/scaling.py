@@ -18,17 +18,16 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.kernels import BLOCK_SIZE, step
+from bench.kernels import BLOCK_SIZE, arithmetic_rates, described, product_work, step
 from kvpool.cpu_kernels.roofline import Roofline
 from kvpool.model.backend import BackendLimits
 from kvpool.model.cpu.backend import CpuBackend
 from kvpool.model.host import usable_cpus
 from kvpool.model.loading import LoadedModel, load_model
-from kvpool.model.program import Linear, Logits
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,22 @@ class Point:
     predicted: float
 
 
-def predict(model: LoadedModel, backend: CpuBackend, roof: tuple[float, float], batch: int, context: int) -> float:
+@dataclass(frozen=True)
+class Roof:
+    """What a process measured: operations per second by the bits of what is multiplied, and bytes read per second."""
+
+    rates: Mapping[int, float]
+    read_bytes: float
+
+
+def predict(model: LoadedModel, backend: CpuBackend, roof: Roof, batch: int, context: int) -> float:
     """Tokens per second if a step took as long as its reads or its arithmetic, whichever is longer."""
-    flops_per_s, bytes_per_s = roof
     config = model.config
-    values = sum(op.weight.rows * op.weight.cols for op in model.program.ops if isinstance(op, Linear | Logits))
-    attended = 4 * config.num_layers * config.num_heads * config.head_dim * context
+    work = product_work(backend, model.program, batch, batch)
+    attended = batch * 4.0 * config.num_layers * config.num_heads * config.head_dim * context
+    arithmetic_s = sum(count / roof.rates[bits] for bits, count in work.items()) + attended / roof.rates[32]
     read = backend.weights_bytes + batch * -(-context // BLOCK_SIZE) * backend.block_bytes
-    return batch / max(batch * (2.0 * values + attended) / flops_per_s, read / bytes_per_s)
+    return batch / max(arithmetic_s, read / roof.read_bytes)
 
 
 def measure(backend: CpuBackend, batch: int, context: int, repeats: int) -> float:
@@ -66,9 +73,9 @@ def measure(backend: CpuBackend, batch: int, context: int, repeats: int) -> floa
 def sweep(model: LoadedModel, options: argparse.Namespace, threads: int) -> Iterator[Point]:
     """All pairs with one number of threads."""
     roofline = Roofline(threads)
-    roof = roofline.flops(), roofline.read_bytes()
+    roof = Roof(arithmetic_rates(roofline), roofline.read_bytes())
     del roofline
-    print(f"{threads} threads: {roof[0] / 1e9:.0f} GFLOP/s in float32, {roof[1] / 1e9:.1f} GB/s read")
+    print(f"{threads} threads: {described(roof.rates)}, {roof.read_bytes / 1e9:.1f} GB/s read")
     limits = BackendLimits(BLOCK_SIZE, max(options.batches), max(options.batches), max(options.contexts))
     formats = {"dtype": options.dtype, "kv_dtype": options.kv_dtype, "activations": options.activations}
     backend = CpuBackend(model.program, model.checkpoint, limits, threads=threads, **formats)

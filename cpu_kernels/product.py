@@ -51,15 +51,18 @@ def product(
     """
     formats = tiles + weight_format * FORMAT_BYTES
     cuts = (rows + load_i64(formats) - 1) // load_i64(formats)
+    # Divisions are slow beside a tile: each once.
+    low, num_taller, share_of_cut = rows // cuts, rows % cuts, ahead_span // cuts
+    asked = step_bytes // cuts
     panel = 0
     while panel < panels:
         row, width, groups = 0, panels - panel, 1
         for index in range(cuts):
-            height = (rows - row + cuts - index - 1) // (cuts - index)
+            height = low + 1 if index < num_taller else low
             entry = formats + height * ROW_BYTES + min(width, TABLE_SHAPE[2] - 1) * 16
             width = load_i64(entry + 8)  # the first tile is the tallest; lower ones exist at its width
             groups = (panels - panel) // width if cuts == 1 else 1
-            share = width * ahead_forward + index * width * ahead_span // cuts if cuts > 1 else 0
+            share = width * (ahead_forward + index * share_of_cut) if cuts > 1 else 0
             arguments = (
                 x + row * x_stride,
                 x_stride,
@@ -86,7 +89,7 @@ def product(
                 ahead_segment_step,
                 ahead_offset + panel * ahead_forward + share,
                 ahead_forward,
-                step_bytes * width // cuts if cuts > 1 else step_bytes,
+                asked * width if cuts > 1 else step_bytes,
             )
             call_address(load_i64(entry), arguments)
             row += height

@@ -1,4 +1,4 @@
-"""What the processor can do at most, measured: fused multiply-adds from registers, and reads from memory."""
+"""What the processor can do at most, measured: multiply-adds of floats and codes from registers, and memory reads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from llvmlite import ir
 from numpy.typing import NDArray
 
 from .emit import BYTE, Values, loop
+from .integer_steps import add_byte_pairs, add_pairs, constant, halves, integers
+from .isa import host_pair_bits
 from .machine_code import load_functions
 from .memory import INT64, POINTER
 from .vectors import FLOATS, LANES, float_constant, multiply_add
@@ -34,6 +36,29 @@ def _peak_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
     return loop(builder, count, [float_constant(float(i)) for i in range(CHAINS)], step)
 
 
+def _pairs_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
+    """What a product does with codes of 16 bits: pairs multiplied and added, and that added to a sum."""
+    return _codes_body(builder, count, add_pairs, integers)
+
+
+def _byte_pairs_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
+    return _codes_body(builder, count, add_byte_pairs, halves)
+
+
+def _codes_body(builder: ir.IRBuilder, count: Any, multiply: Callable[..., Any], kind: Callable[[int], Any]) -> Values:
+    """Vectors as wide as the instructions are. (A sum is a factor of the next product, or LLVM would multiply once.)"""
+    words = host_pair_bits() // 32 or LANES
+    factor = constant(halves(words), 257)
+    starts = [constant(kind(words), 1 + i) for i in range(CHAINS * LANES // words)]
+
+    def step(index: Any, sums: Sequence[Any]) -> Values:
+        factors = [builder.bitcast(value, halves(words)) for value in sums]
+        return [builder.add(v, multiply(builder, f, factor, words)) for v, f in zip(sums, factors, strict=True)]
+
+    sums = loop(builder, count, starts, step)
+    return [builder.bitcast(value, ir.VectorType(ir.FloatType(), words)) for value in sums]
+
+
 def _read_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
     """READS streams side by side, which is how most processors read fastest."""
     start = builder.inttoptr(address, POINTER)
@@ -49,10 +74,18 @@ def _read_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
     return loop(builder, count, [float_constant(0.0)] * READS, step)
 
 
+BODIES = {
+    "fma_peak": _peak_body,
+    "pairs_peak": _pairs_body,
+    "byte_pairs_peak": _byte_pairs_body,
+    "read_all": _read_body,
+}
+
+
 def _module() -> ir.Module:
-    """`fma_peak(address, count)` and `read_all(address, count)`: the sums are stored so that nothing is dropped."""
+    """A function(address, count) of each of BODIES: the sums are stored so that nothing is dropped."""
     module = ir.Module("kvpool_roofline")
-    for name, body in (("fma_peak", _peak_body), ("read_all", _read_body)):
+    for name, body in BODIES.items():
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [INT64, INT64]), name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         address, count = function.args
@@ -60,7 +93,7 @@ def _module() -> ir.Module:
         total = sums[0]
         for value in sums[1:]:
             total = builder.fadd(total, value)
-        builder.store(total, builder.inttoptr(address, POINTER), align=64)
+        builder.store(total, builder.inttoptr(address, POINTER), align=32)
         builder.ret_void()
     return module
 
@@ -70,21 +103,29 @@ class Roofline:
     its processor with another process says nothing about the processor."""
 
     def __init__(self, num_threads: int, buffer_bytes: int = 1 << 28) -> None:
-        addresses = load_functions(_module, ["fma_peak", "read_all"], None)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
-        self._peak, self._read = kind(addresses["fma_peak"]), kind(addresses["read_all"])
+        addresses = load_functions(_module, list(BODIES), None)
+        self._functions = {name: kind(address) for name, address in addresses.items()}
         self._num_threads = num_threads
         self._buffers = [_aligned(buffer_bytes // num_threads // WINDOW * WINDOW) for _ in range(num_threads)]
 
     def flops(self) -> float:
         """float32 operations per second (a multiply-add is two)."""
+        return self._peak("fma_peak", 1)
+
+    def code_ops(self, bits: int) -> float:
+        """The same of codes of 16 or 8 bits."""
+        return self._peak("pairs_peak", 2) if bits == 16 else self._peak("byte_pairs_peak", 4)
+
+    def _peak(self, name: str, products: int) -> float:
+        """Operations per second where a lane of 32 bits takes so many products."""
         count = 1_000_000
-        return self._rate(self._peak, [0] * 50, count, 2.0 * LANES * CHAINS * count)
+        return self._rate(self._functions[name], [0] * 50, count, 2.0 * products * LANES * CHAINS * count)
 
     def read_bytes(self) -> float:
         """Bytes per second read from memory: window after window of a buffer that no cache holds."""
         windows = list(range(0, self._buffers[0].nbytes, WINDOW))
-        return self._rate(self._read, windows * 4, WINDOW // (64 * READS), float(WINDOW))
+        return self._rate(self._functions["read_all"], windows * 4, WINDOW // (64 * READS), float(WINDOW))
 
     def _rate(self, function: Function, offsets: Sequence[int], count: int, amount: float) -> float:
         best = np.inf

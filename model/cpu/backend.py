@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cpu_kernels import table as t
+from ...cpu_kernels.activations import form_of
 from ...cpu_kernels.compiler import Kernels, load_kernels
 from ...cpu_kernels.integer_steps import INTEGER_PRODUCTS
 from ...cpu_kernels.isa import (
@@ -205,6 +206,11 @@ class CpuBackend(PlainHostPool):
         dot = " with dot products" if BFLOAT16_DOT in self._read_as.values() else ""
         codes = f", {self._activations} activations" if set(self._read_as.values()) & set(INTEGER) else ""
         return f"cpu, {host_isa().name} kernels{dot}, {weights} weights{codes}, {kv} KV, {self._num_threads} threads"
+
+    @property
+    def activation_bits(self) -> dict[Weight, int]:
+        """What each matrix is multiplied by: 32: floats; 16 or 8: codes of so many bits."""
+        return {weight: form_of(name).bits if name in INTEGER else 32 for weight, name in self._read_as.items()}
 
     @property
     def kv_layout(self) -> str:

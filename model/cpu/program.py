@@ -43,6 +43,7 @@ from .weights import PackedWeights
 KINDS = {"silu": t.SILU, "gelu_tanh": t.GELU_TANH}
 EVERY_ROW = 1 << 40
 MAX_UNIT_PANELS = 32
+MIN_UNITS = 4  # for each thread: one that is interrupted for a moment has little that the others wait for
 UNIT_WEIGHT_BYTES = 256 * 1024  # weights that one unit reads: they stay in a core's L2 while the rows pass
 
 Words = dict[int, int]
@@ -270,7 +271,7 @@ class OperationTable:
         stretch_bytes = panel_bytes * min(cols, STRETCH) // cols
         in_cache = min(MAX_UNIT_PANELS, max(1, UNIT_WEIGHT_BYTES // stretch_bytes))
         units = max(1, round(panels / in_cache / self._num_threads)) * self._num_threads
-        return max(1, min(MAX_UNIT_PANELS, math.ceil(panels / max(units, 2 * self._num_threads))))
+        return max(1, min(MAX_UNIT_PANELS, math.ceil(panels / max(units, MIN_UNITS * self._num_threads))))
 
     def _product(self, op: Linear | Logits) -> Words:
         read_as = self._read_as[op.weight]
