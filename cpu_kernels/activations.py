@@ -120,19 +120,19 @@ def _encode_group(builder: Any, form: CodeForm, source: Any, target: Any) -> Non
     step = builder.fadd(step, nothing)
     factor = splat_value(builder, inverse)
     shifted = [multiply_add(builder, value, factor, float_constant(ROUND)) for value in values]
-    total, count = float_constant(0.0), int_constant(0)
+    counts = int_constant(0)
     for value in shifted:
-        total = builder.fadd(total, builder.fsub(value, float_constant(ROUND)))
-        count = builder.add(count, builder.sub(builder.bitcast(value, INTS), int_constant(ROUND_BITS)))
+        counts = builder.add(counts, builder.sub(builder.bitcast(value, INTS), int_constant(ROUND_BITS)))
+    count = integer_lanes_sum(builder, counts)
     for first in range(0, form.words, LANES):
         words = _words(builder, form, [builder.bitcast(value, INTS) for value in shifted], first)
         builder.store(words, builder.gep(target, [INT64(4 * first)], source_etype=BYTE), align=4)
     tail = builder.gep(target, [INT64(form.codes_bytes)], source_etype=BYTE)
     builder.store(step, tail, align=4)
     tail = builder.gep(target, [INT64(form.codes_bytes + 4)], source_etype=BYTE)
-    builder.store(builder.fmul(step, lanes_sum(builder, total)), tail, align=4)
+    builder.store(builder.fmul(step, builder.sitofp(count, FLOAT)), tail, align=4)
     tail = builder.gep(target, [INT64(form.codes_bytes + 8)], source_etype=BYTE)
-    builder.store(integer_lanes_sum(builder, count), tail, align=4)
+    builder.store(count, tail, align=4)
 
 
 def emit_encode(module: ir.Module, read_as: int) -> None:

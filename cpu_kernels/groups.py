@@ -105,6 +105,13 @@ HELD_AS = {  # how the panels lie that products of codes read
     INT16_X16: INT16,
 }
 
+# How products read panels of codes, by how activations are held; what is missing is read as it is, in float32.
+INTEGER_PRODUCTS: dict[str, dict[int, int]] = {
+    "float32": {},
+    "int16": {INT8: INT8_X16, INT4: INT4_X16, INT8_K: INT8_K_X16, INT4_K: INT4_K_X16, INT16: INT16_X16},
+    "int8": {INT8: INT8_X16, INT4: INT4_X8, INT8_K: INT8_K_X16, INT4_K: INT4_K_X8, INT16: INT16_X16},
+}
+
 # What products of codes read for many rows: the same, but a code has as many bits as an activation (see `unpacking`).
 SPREAD_FORMATS = {
     SPREAD16: GroupFormat(16, 32, np.float32, False, is_signed=True),

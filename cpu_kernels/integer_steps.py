@@ -22,31 +22,11 @@ from .activations import CodeForm, form_of
 from .emit import BYTE, Values, loop
 from .group_steps import group_scales
 from .groups import GroupFormat, group_of
-from .isa import (
-    INT4,
-    INT4_K,
-    INT4_K_X8,
-    INT4_K_X16,
-    INT4_X8,
-    INT4_X16,
-    INT8,
-    INT8_K,
-    INT8_K_X16,
-    INT8_X16,
-    INT16,
-    INT16_X16,
-    host_pair_bits,
-)
+from .isa import host_pair_bits
 from .memory import INT64
 from .vectors import FLOATS, LANES, multiply_add, splat_value
 
 HALF, WORD, FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
-# How products read panels of codes, by how activations are held; what is missing is read as it is, in float32.
-INTEGER_PRODUCTS: dict[str, dict[int, int]] = {
-    "float32": {},
-    "int16": {INT8: INT8_X16, INT4: INT4_X16, INT8_K: INT8_K_X16, INT4_K: INT4_K_X16, INT16: INT16_X16},
-    "int8": {INT8: INT8_X16, INT4: INT4_X8, INT8_K: INT8_K_X16, INT4_K: INT4_K_X8, INT16: INT16_X16},
-}
 
 
 def halves(words: int) -> ir.Type:

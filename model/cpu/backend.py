@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...cpu_kernels import table as t
 from ...cpu_kernels.activations import form_of
 from ...cpu_kernels.compiler import Kernels, load_kernels
-from ...cpu_kernels.integer_steps import INTEGER_PRODUCTS
+from ...cpu_kernels.groups import INTEGER_PRODUCTS
 from ...cpu_kernels.isa import (
     BFLOAT16,
     BFLOAT16_DOT,
