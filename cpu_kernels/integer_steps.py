@@ -112,18 +112,20 @@ class _IntegerStep:
     def code_sums(self) -> Values:
         """sum(code * number) of each row and panel, as float32 vectors."""
         builder, is_bytes = self.builder, self.form.bits == 8
-        sums_of_row = len(self.panels) * self.parts
+        unroll = 1 if self.places > 1 else 2
         if self.group.has_least or not self.group.zero:
-            zero = constant(halves(self.words) if is_bytes else integers(self.words), 0)
-            starts = [zero] * (len(self.xs) * sums_of_row)
+            starts = self.some_words(INT64(0), [], unroll)  # an addition less than from zero
         else:
             shift = constant(integers(self.words), -self.group.zero)
             counts = [self.tail(row, 8, WORD, self.words) for row in range(len(self.xs))]
+            sums_of_row = len(self.panels) * self.parts
             starts = [start for count in counts for start in [builder.mul(count, shift)] * sums_of_row]
-        unroll = 1 if self.places > 1 else 2
-        sums = loop(
-            builder, INT64(self.group.words // unroll), starts, lambda i, sums: self.some_words(i, sums, unroll)
-        )
+            starts = self.some_words(INT64(0), starts, unroll)
+
+        def body(index: Any, sums: Sequence[Any]) -> Values:
+            return self.some_words(builder.add(index, INT64(1)), sums, unroll)
+
+        sums = loop(builder, INT64(self.group.words // unroll - 1), starts, body)
         if is_bytes:  # a half has summed 16 products of at most 15 * 127: just what it can hold
             sums = [add_pairs(builder, total, constant(halves(self.words), 1), self.words) for total in sums]
         whole = [self.joined(sums[i : i + self.parts]) for i in range(0, len(sums), self.parts)]
@@ -140,7 +142,7 @@ class _IntegerStep:
         return list(sums)
 
     def word(self, index: Any, sums: Sequence[Any]) -> Values:
-        """Add the products of word `index` of all columns, one place after the other."""
+        """Add the products of word `index` of all columns, one place after the other; no sums: these are the first."""
         builder, out = self.builder, list(sums)
         columns = [builder.gep(panel, [builder.mul(index, INT64(64))], source_etype=BYTE) for panel in self.panels]
         places = [self.at(column, 4 * self.words * part) for column in columns for part in range(self.parts)]
@@ -153,7 +155,8 @@ class _IntegerStep:
                 word = builder.load(self.at(pointer, 4 * self.group.words * place), align=4, typ=WORD)
                 lanes = builder.bitcast(splat_value(builder, word, self.words), halves(self.words))
                 for i, code in enumerate(codes, start=r * len(codes)):
-                    out[i] = builder.add(out[i], multiply(builder, code, lanes, self.words))
+                    product = multiply(builder, code, lanes, self.words)
+                    out[i : i + 1] = [builder.add(out[i], product) if i < len(out) else product]
         return out
 
     def joined(self, parts: Sequence[Any]) -> Any:

@@ -57,15 +57,18 @@ def product(
     panel = 0
     while panel < panels:
         row, width, groups = 0, panels - panel, 1
-        for index in range(cuts):
-            height = low + 1 if index < num_taller else low
+        for taller in (1, 0):
+            count, height = num_taller if taller else cuts - num_taller, low + taller
+            if count == 0:
+                continue
             entry = formats + height * ROW_BYTES + min(width, TABLE_SHAPE[2] - 1) * 16
             width = load_i64(entry + 8)  # the first tile is the tallest; lower ones exist at its width
             groups = (panels - panel) // width if cuts == 1 else 1
-            share = width * (ahead_forward + index * share_of_cut) if cuts > 1 else 0
+            share = width * (ahead_forward + (0 if taller else num_taller * share_of_cut)) if cuts > 1 else 0
             arguments = (
                 x + row * x_stride,
                 x_stride,
+                count,
                 groups,
                 table + panel * panel_step,
                 segment_step,
@@ -90,7 +93,8 @@ def product(
                 ahead_offset + panel * ahead_forward + share,
                 ahead_forward,
                 asked * width if cuts > 1 else step_bytes,
+                width * share_of_cut,
             )
             call_address(load_i64(entry), arguments)
-            row += height
+            row += count * height
         panel += width * groups

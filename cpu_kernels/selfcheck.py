@@ -56,6 +56,7 @@ def _product(
     arguments = dict.fromkeys(ARGUMENTS, 0) | {
         "x": x.ctypes.data,
         "x_stride": x.strides[0],
+        "cuts": 1,
         "groups": 1,
         "table": table.ctypes.data,
         "blocks": 1,

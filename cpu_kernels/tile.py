@@ -14,10 +14,11 @@ and its next step lies `step_stride` bytes on. One step is one k of 16 float32, 
 bfloat16 pairs, or a group of k (see `steps`). Every segment has `k` elements but the very last, which has `last_k`;
 x runs on through all of them.
 
-A tile repeats this for `groups` groups of panels, one behind the other. Meanwhile it asks for memory that will be read
-later: in each step one cache line for each of its panels, `ahead_stride` bytes further each step of a segment (or of
-all blocks, where a block is one segment). In segment g of the group that starts with panel p it starts at
-    ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward
+A tile repeats this for `groups` groups of panels, one behind the other, and all that for `cuts` cuts of as many rows,
+one below the other. Meanwhile it asks for memory that will be read later: in each step one cache line for each of its
+panels, `ahead_stride` bytes further each step of a segment (or of all blocks, where a block is one segment). In segment
+g of the group that starts with panel p, in cut c, it starts at
+    ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward + c * ahead_cut
 Where a step reads several lines of a panel, it asks for those lines of the next group of panels instead.
 """
 
@@ -41,10 +42,11 @@ from .unpacking import emit_unpack, unpack_name
 from .vectors import FLOATS, float_constant
 
 ARGUMENTS = (
-    "x", "x_stride", "groups", "table", "segment_step", "panel_step", "panel_stride", "panel_offset",
+    "x", "x_stride", "cuts", "groups", "table", "segment_step", "panel_step", "panel_stride", "panel_offset",
     "blocks", "block_stride", "segments", "k", "last_k", "step_stride", "totals", "totals_stride",
     "out", "out_stride", "bias", "accumulate",
     "ahead_table", "ahead_step", "ahead_segment_step", "ahead_offset", "ahead_forward", "ahead_stride",
+    "ahead_cut",
 )  # fmt: skip
 
 
@@ -68,29 +70,40 @@ class _TileEmitter:
 
     def emit(self) -> None:
         builder, a = self.builder, self.arguments
-        x = builder.inttoptr(a["x"], POINTER)
-        self.x_rows = [self.offset(x, builder.mul(a["x_stride"], INT64(r))) for r in range(self.rows)]
-        zeros = [float_constant(0.0)] * (self.rows * self.width)
 
-        def group(index: Any, current: Sequence[Any]) -> Values:
-            panel = builder.mul(index, INT64(self.width))
-            table = builder.add(a["table"], builder.mul(panel, a["panel_step"]))
-            offset = builder.add(a["panel_offset"], builder.mul(panel, a["panel_stride"]))
-            ahead_table = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
-            ahead = builder.add(a["ahead_offset"], builder.mul(panel, a["ahead_forward"]))
-            column = builder.mul(panel, INT64(64))
-            totals = self.blocks((table, ahead_table), offset, ahead, zeros, self.start(zeros, column))
-            self.write(self.nested(totals), column)
+        def cut(index: Any, current: Sequence[Any]) -> Values:
+            self.cut = index
+            x = builder.inttoptr(self.in_cut("x", "x_stride"), POINTER)
+            self.x_rows = [self.offset(x, builder.mul(a["x_stride"], INT64(r))) for r in range(self.rows)]
+            ahead = builder.add(a["ahead_offset"], builder.mul(index, a["ahead_cut"]))
+            loop(builder, a["groups"], [], lambda number, _: self.group(number, ahead))
             return []
 
-        loop(builder, a["groups"], [], group)
+        loop(builder, a["cuts"], [], cut)
         builder.ret_void()
 
-    def places(self, base: Any, stride: Any, column: Any) -> Values:
+    def in_cut(self, base: str, stride: str) -> Any:
+        """Where the cut's rows begin in a matrix."""
+        below = self.builder.mul(self.cut, self.builder.mul(self.arguments[stride], INT64(self.rows)))
+        return self.builder.add(self.arguments[base], below)
+
+    def group(self, index: Any, ahead: Any) -> Values:
+        builder, a = self.builder, self.arguments
+        panel = builder.mul(index, INT64(self.width))
+        table = builder.add(a["table"], builder.mul(panel, a["panel_step"]))
+        offset = builder.add(a["panel_offset"], builder.mul(panel, a["panel_stride"]))
+        ahead_table = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
+        ahead = builder.add(ahead, builder.mul(panel, a["ahead_forward"]))
+        column, zeros = builder.mul(panel, INT64(64)), [float_constant(0.0)] * (self.rows * self.width)
+        totals = self.blocks((table, ahead_table), offset, ahead, zeros, self.start(zeros, column))
+        self.write(self.nested(totals), column)
+        return []
+
+    def places(self, base: str, stride: str, column: Any) -> Values:
         """Pointers to the group's vectors, row by row; `column` is the group's offset in bytes."""
         builder = self.builder
-        start = builder.inttoptr(builder.add(base, column), POINTER)
-        rows = [self.offset(start, builder.mul(stride, INT64(r))) for r in range(self.rows)]
+        start = builder.inttoptr(builder.add(self.in_cut(base, stride), column), POINTER)
+        rows = [self.offset(start, builder.mul(self.arguments[stride], INT64(r))) for r in range(self.rows)]
         return [self.offset(row, INT64(64 * p)) for row in rows for p in range(self.width)]
 
     def start(self, zeros: Values, column: Any) -> Values:
@@ -98,7 +111,7 @@ class _TileEmitter:
         builder, a = self.builder, self.arguments
 
         def load(index: Any, current: Sequence[Any]) -> Values:
-            places = self.places(a["totals"], a["totals_stride"], column)
+            places = self.places("totals", "totals_stride", column)
             return [builder.load(place, align=4, typ=FLOATS) for place in places]
 
         given = builder.zext(builder.icmp_signed("!=", a["totals"], INT64(0)), INT64)
@@ -184,7 +197,7 @@ class _TileEmitter:
     def write(self, sums: list[Values], column: Any) -> None:
         """Add bias and what is there, where asked to, and store; `column` is the group's offset in bytes."""
         builder, a = self.builder, self.arguments
-        places = self.places(a["out"], a["out_stride"], column)
+        places = self.places("out", "out_stride", column)
 
         def add_bias(index: Any, current: Sequence[Any]) -> Values:
             bias = builder.inttoptr(builder.add(a["bias"], column), POINTER)

@@ -235,7 +235,7 @@ def test_tiles_give_the_bits_of_float32_panels(isa: Isa, weight_format: int) -> 
         out, table = np.zeros((rows, 32 * widest), np.float32), np.array([panels.ctypes.data], np.int64)
         size = panel_bytes(number, cols)
         given = dict.fromkeys(ARGUMENTS, 0) | {
-            "x": x[first_row:].ctypes.data, "x_stride": x.strides[0], "groups": 2 * widest // width,
+            "x": x[first_row:].ctypes.data, "x_stride": x.strides[0], "cuts": 1, "groups": 2 * widest // width,
             "table": table.ctypes.data, "panel_stride": size, "blocks": 2, "block_stride": size * 128 // cols,
             "segments": 1, "k": 128, "last_k": cols - 128, "step_stride": step_bytes(number), "out": out.ctypes.data,
             "out_stride": out.strides[0], "ahead_table": table.ctypes.data,

@@ -149,7 +149,7 @@ class Operands:
         out, table = np.zeros((rows, 16 * panels), np.float32), np.array([packed.ctypes.data], np.int64)
         step = step_bytes(read_as)
         given = dict.fromkeys(ARGUMENTS, 0) | {
-            "x": self.x[first:].ctypes.data, "x_stride": self.x.strides[0], "groups": panels // width,
+            "x": self.x[first:].ctypes.data, "x_stride": self.x.strides[0], "cuts": 1, "groups": panels // width,
             "table": table.ctypes.data, "panel_stride": step * groups, "blocks": 2, "block_stride": step * (groups - 1),
             "segments": 1, "k": form.size * (groups - 1), "last_k": form.size, "step_stride": step,
             "out": out.ctypes.data, "out_stride": out.strides[0], "ahead_table": table.ctypes.data,

@@ -66,7 +66,7 @@ def stored(weight_format: int) -> int:
 
 
 def call(isa: Isa, weight_format: int, rows: int, width: int, **arguments: int) -> None:
-    defaults = dict.fromkeys(ARGUMENTS, 0) | {"groups": 1, "blocks": 1, "segments": 1, "step_stride": 64}
+    defaults = dict.fromkeys(ARGUMENTS, 0) | {"cuts": 1, "groups": 1, "blocks": 1, "segments": 1, "step_stride": 64}
     values = defaults | arguments
     values["ahead_table"] = values["table"]
     tiles(isa)[tile_name(weight_format, rows, width)](*(values[name] for name in ARGUMENTS))
