@@ -24,7 +24,7 @@ from kvpool.client.arena.regions import BulkReader  # noqa: E402
 from kvpool.client.arena.ring import RingReader  # noqa: E402
 from kvpool.client.stream_state import StreamState  # noqa: E402
 from kvpool.daemon.serving.arenas import SessionArena, layout_for  # noqa: E402
-from kvpool.daemon.serving.delivery import Delivery, parcels_of  # noqa: E402
+from kvpool.daemon.serving.delivery import Delivery  # noqa: E402
 from kvpool.daemon.serving.parcels import Sent  # noqa: E402
 from kvpool.daemon.serving.sessions import Peer, Session  # noqa: E402
 from tests.support.engine_harness import Harness  # noqa: E402
@@ -74,8 +74,8 @@ class Stages:
             begin = time.thread_time()
             engine.turn(self.harness.now, step_done=engine.in_flight)
             turned = time.thread_time()
-            for session, parcel in parcels_of(engine.take_outputs(), engine.take_ring_tokens(), engine.epoch):
-                self.delivery.give(session, parcel)
+            outputs = engine.take_outputs(), engine.take_ring_tokens(), engine.epoch
+            self.delivery.give_all(self.delivery.parcels_of(*outputs))
             given = time.thread_time()
             for ring, streams in readers:
                 for handle, event in ring.read():

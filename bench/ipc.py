@@ -58,7 +58,7 @@ from kvpool.daemon.engine.prompt_rows import Rows
 from kvpool.daemon.engine.request import Fresh, Request
 from kvpool.daemon.engine.ring_tokens import RingTokens
 from kvpool.daemon.serving.arenas import layout_for
-from kvpool.daemon.serving.delivery import Delivery, parcels_of
+from kvpool.daemon.serving.delivery import Delivery
 from kvpool.daemon.serving.endpoint import open_endpoint
 from kvpool.daemon.serving.parcels import Sent
 from kvpool.daemon.serving.sessions import Peer, Session, Sessions
@@ -142,8 +142,7 @@ class Bench:
             self.sessions.close(session)
 
     def give(self, given: Given) -> None:
-        for session, parcel in parcels_of(*given, 1):
-            self.delivery.give(session, parcel)
+        self.delivery.give_all(self.delivery.parcels_of(*given, 1))
 
     def finish(self) -> None:
         for request in self.requests:

@@ -147,15 +147,15 @@ class Connection:
             if self._transport is None:
                 self._reconnect(limit_s)
             elif not (self.core.has_output and self._pump()):
-                self._pump(self.core.shared.may_sleep() and self._poll(limit_s))
+                self._pump(*(self._poll(limit_s) if self.core.shared.may_sleep() else (True, False)))
         finally:
             self._driving = False
             if self._closed:
                 self._close_wake_fd()
             self._changed.notify_all()
 
-    def _poll(self, limit_s: float) -> bool:
-        """Sleep until something is to be read; True when it is (also) the lifeline."""
+    def _poll(self, limit_s: float) -> tuple[bool, bool]:
+        """Sleep until something is to be read: whether it is messages, and whether it is the lifeline."""
         self._watch_bell(self.core.shared.bell_fd)
         if self.core.has_detached:
             limit_s = min(limit_s, RETRY_S)
@@ -172,14 +172,17 @@ class Connection:
         if self._wake_fd in fds:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
-        return self._transport is not None and self._transport.filenos[1] in fds
+        if self._transport is None:
+            return False, False
+        messages_fd, lifeline_fd = self._transport.filenos
+        return messages_fd in fds, lifeline_fd in fds
 
-    def _pump(self, lifeline_ready: bool = True) -> bool:
+    def _pump(self, messages_ready: bool = True, lifeline_ready: bool = True) -> bool:
         """True when something came, be it the end of the connection."""
         if self._transport is None:
             return False
         try:
-            return self._transport.pump(self.core, lifeline_ready)
+            return self._transport.pump(self.core, messages_ready, lifeline_ready)
         except ProtocolError as error:
             self._lose(ConnectionLost(f"the daemon sent what is no valid message: {error}"))
         except KVPoolError as error:

@@ -58,11 +58,15 @@ class Transport(ABC):
     def _read_end(self, core: Core) -> bool:
         """Take in what came beside the messages; True when something did. Raises KVPoolError when it is the end."""
 
-    def pump(self, core: Core, end_ready: bool = True) -> bool:
+    def pump(self, core: Core, messages_ready: bool = True, end_ready: bool = True) -> bool:
         """Send what waits, take in what came; True when something came. Raises KVPoolError when the connection is over,
-        after everything that arrived before its end was taken in."""
-        self._flush(core)
-        came = self._drain(core)
+        after everything that arrived before its end was taken in.
+
+        Not ready is what a poll has just found silent: asking ZeroMQ in vain costs more than reading the ring."""
+        came = False
+        if messages_ready or core.has_output:
+            self._flush(core)
+            came = self._drain(core)
         came = core.shared.read_ring() or came
         if end_ready:
             came = self._read_end(core) or came

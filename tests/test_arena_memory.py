@@ -58,7 +58,9 @@ def records_of(items: list[Item], handle: int = 1, index: int = 0, sample: int =
     """Those of each token of a sample."""
     ids, texts, logprobs = ([item[i] for item in items] for i in range(3))
     count = len(items)
-    return pack_tokens([handle] * count, [sample] * count, range(index, index + count), ids, texts, logprobs)
+    unknown = [row for row, logprob in enumerate(logprobs) if logprob is None]
+    known = [logprob or 0.0 for logprob in logprobs]
+    return pack_tokens([handle] * count, [sample] * count, range(index, index + count), ids, texts, known, unknown)
 
 
 # Layout
@@ -285,8 +287,8 @@ def test_what_is_not_published_is_not_read() -> None:
 
 def test_a_place_for_logits_stands_before_each_token_that_has_some() -> None:
     texts = ["", "a text of more than twelve bytes", "é"]
-    plain = pack_tokens([7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [None, -0.5, None])
-    with_some = pack_tokens([7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [None, -0.5, None], {1, 2})
+    columns = [7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [0.0, -0.5, 0.0], [0, 2]
+    plain, with_some = pack_tokens(*columns), pack_tokens(*columns, [1, 2])
     assert with_some[0] == plain[0]
     assert places_of_logits(b"".join(plain)) == []
     assert places_of_logits(b"".join(with_some)) == [RECORD_BYTES + 20, 5 * RECORD_BYTES + 20]
@@ -461,5 +463,5 @@ def test_those_who_tell_of_rows_take_turns() -> None:
         reader.take(*first)
         assert writer.put(row, Teller.MESSAGE) is None
         reader.take(64, 40)
-        assert writer.put(row, Teller.MESSAGE) == (128, 40)
+        assert writer.put(row, Teller.MESSAGE) == (PAGE_BYTES, 40)
         assert writer.put(row, Teller.RING) is None

@@ -31,6 +31,8 @@ from kvpool.client import (
     TokenEvent,
     TooLong,
 )
+from kvpool.client.core import Core
+from kvpool.client.transport import Transport
 from kvpool.client.wire.errors import ERRORS_BY_CODE
 from kvpool.client.wire.protocol import (
     Append,
@@ -490,3 +492,35 @@ def test_a_client_that_is_just_dropped_is_closed(path: Path) -> None:
         del pool, stream
         gc.collect()
         daemon.wait_for_hang_up()
+
+
+def test_messages_that_a_poll_found_silent_are_not_asked_for() -> None:
+    asked: list[str] = []
+
+    class Silent(Transport):
+        def __init__(self) -> None:
+            """No sockets."""
+
+        def greet(self, core: Core) -> None: ...
+
+        def _read_end(self, core: Core) -> bool:
+            asked.append("end")
+            return False
+
+        def _flush(self, core: Core) -> None:
+            core.outbox.clear()
+
+        def _drain(self, core: Core) -> bool:
+            asked.append("messages")
+            return False
+
+    transport, core = Silent(), Core()
+    transport.pump(core, messages_ready=False, end_ready=False)
+    assert asked == []
+    transport.pump(core, messages_ready=False, end_ready=True)
+    assert asked == ["end"]
+    core.outbox.append(b"sending wakes ZeroMQ: what came meanwhile must be taken")
+    transport.pump(core, messages_ready=False, end_ready=False)
+    assert asked == ["end", "messages"]
+    transport.pump(core)
+    assert asked == ["end", "messages", "messages", "end"]

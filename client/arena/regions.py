@@ -19,29 +19,42 @@ from ..wire.errors import InvalidArgument, ProtocolError
 from ..wire.schema import Mismatch
 from ..wire.token_ids import ITEM_BYTES, PackedTokenIds
 from .arena import BULK_TAIL, Arena, check_cursor
+from .buffers import RowBuffers
 
 ALIGNMENT = 64
 
 
 class _Cursors:
-    """Where pieces begin and end in a ring of bytes, counted for ever."""
+    """Where pieces begin and end in a ring of bytes, counted for ever.
+
+    Where everything was given back, the next piece begins where the region does: as long as the other side keeps up,
+    the same few pages are used, which are in the caches, and no memory is needed for the rest.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.head = 0
         self.tail = 0
+        self._first = 0  # where the first piece began since everything was given back
 
     def take(self, num_bytes: int) -> int | None:
         """Where a piece begins, or None where there is no room now, or never."""
         if num_bytes > self.capacity // 2:
             return None
-        begin = -(-self.head // ALIGNMENT) * ALIGNMENT
-        if begin % self.capacity + num_bytes > self.capacity:
-            begin += self.capacity - begin % self.capacity
-        if begin + num_bytes - self.tail > self.capacity:
-            return None
+        if self.tail == self.head:
+            begin = self._first = _round_up(self.head, self.capacity)
+        else:
+            begin = _round_up(self.head, ALIGNMENT)
+            if begin % self.capacity + num_bytes > self.capacity:
+                begin = _round_up(begin, self.capacity)
+            if begin + num_bytes - max(self.tail, self._first) > self.capacity:
+                return None
         self.head = begin + num_bytes
         return begin
+
+
+def _round_up(cursor: int, step: int) -> int:
+    return -(-cursor // step) * step
 
 
 class UploadWriter:
@@ -129,12 +142,26 @@ class BulkReader:
     def __init__(self, arena: Arena) -> None:
         self._words, self._region = arena.words, arena.bulk
         self._tail = 0
+        self._buffers = RowBuffers()
 
     def take(self, begin: int, num_bytes: int) -> bytes:
         """Copy a piece out and give its place back. Raises ProtocolError for a place that cannot be."""
+        piece = bytes(self._at(begin, num_bytes))
+        self._give_back(begin + num_bytes)
+        return piece
+
+    def take_row(self, begin: int, num_bytes: int) -> NDArray[np.float32]:
+        """The same for a row of float32, read-only, in a buffer that earlier rows may have used."""
+        with self._at(begin, num_bytes) as piece:
+            row = self._buffers.copy(piece)
+        self._give_back(begin + num_bytes)
+        return row
+
+    def _at(self, begin: int, num_bytes: int) -> memoryview:
         offset = begin % len(self._region)
         if begin < self._tail or offset + num_bytes > len(self._region):
             raise ProtocolError(f"no piece of {num_bytes} bytes can lie at {begin}", field="arena.bulk")
-        piece = bytes(self._region[offset : offset + num_bytes])
-        self._words[BULK_TAIL] = self._tail = begin + num_bytes
-        return piece
+        return self._region[offset : offset + num_bytes]
+
+    def _give_back(self, tail: int) -> None:
+        self._words[BULK_TAIL] = self._tail = tail

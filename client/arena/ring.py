@@ -22,7 +22,7 @@ for the other: a full ring is said to the writer's caller, an empty one to the r
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +37,34 @@ TEXT_BYTES = 12
 HAS_LOGPROB, TEXT_GOES_ON, LOGITS = 1, 2, 4
 PLACE = struct.Struct("<QI")  # in the text of a record with LOGITS
 FLAGS_AT, TEXT_AT = 18, 20  # bytes from a record's beginning
-TAIL = struct.Struct("<BB12s")  # from FLAGS_AT on
+NUMBERS_AND_TAIL = struct.Struct("<IIifH14s")
+TAIL = struct.Struct("<BB12s")  # of a record, from FLAGS_AT on
+PLACE_TAIL = TAIL.pack(HAS_LOGPROB | LOGITS, PLACE.size, b"")
 MAX_HANDLE = 2**32 - 1
 
 Float32 = NDArray[np.float32]
 Record = tuple[int, int, int, float, int, int, int, bytes]
+
+
+class _Tails(dict[str, bytes]):
+    """By a token's text: the tails of its records, one after the other, all with HAS_LOGPROB. Texts come again: those
+    of one record are kept."""
+
+    MAX_KEPT = 2**14  # some megabytes
+
+    def __missing__(self, text: str) -> bytes:
+        encoded = text.encode()
+        parts = [encoded[at : at + TEXT_BYTES] for at in range(0, len(encoded), TEXT_BYTES)] or [b""]
+        flags = [HAS_LOGPROB | TEXT_GOES_ON] * (len(parts) - 1) + [HAS_LOGPROB]
+        tails = b"".join(TAIL.pack(flag, len(part), part) for flag, part in zip(flags, parts, strict=True))
+        if len(parts) == 1:
+            if len(self) >= self.MAX_KEPT:
+                self.clear()
+            self[text] = tails
+        return tails
+
+
+_tails = _Tails()
 
 
 def pack_tokens(
@@ -50,33 +73,30 @@ def pack_tokens(
     indexes: Iterable[int],
     token_ids: Iterable[int],
     texts: Iterable[str],
-    logprobs: Sequence[float | None],
-    with_logits: Collection[int] = (),
+    logprobs: Iterable[float],
+    without_logprob: Iterable[int] = (),
+    with_logits: Iterable[int] = (),
 ) -> list[bytes]:
-    """The records of each token, given as columns. `with_logits`: which tokens have a record for the place of their
-    logits, which is to be filled in."""
-    encoded = [text.encode() for text in texts]
-    sizes = [len(text) for text in encoded]
-    flags = [0 if logprob is None else HAS_LOGPROB for logprob in logprobs]
-    several = {row for row, size in enumerate(sizes) if size > TEXT_BYTES}.union(with_logits)
-    for row in several:
-        sizes[row] = 0
-    known = [logprob or 0.0 for logprob in logprobs]
-    records = list(map(RECORD.pack, handles, indexes, token_ids, known, samples, flags, sizes, encoded))
-    for row in several:
-        head = records[row][:FLAGS_AT]
-        records[row] = _several(head, flags[row], encoded[row], PLACE.size if row in with_logits else 0)
+    """The records of each token, given as columns. `without_logprob`: rows of tokens that have none, with 0 in its
+    place. `with_logits`: of those that have a record for the place of their logits, which is to be filled in."""
+    tails = list(map(_tails.__getitem__, texts))
+    for row in with_logits:
+        tails[row] = PLACE_TAIL + tails[row]
+    for row in without_logprob:
+        tails[row] = _unflagged(tails[row])
+    records = list(map(NUMBERS_AND_TAIL.pack, handles, indexes, token_ids, logprobs, samples, tails))
+    for row in [row for row, tail in enumerate(tails) if len(tail) > TAIL.size]:  # have several, with the same numbers
+        numbers, tail = records[row][:FLAGS_AT], tails[row]
+        records[row] = b"".join(numbers + tail[at : at + TAIL.size] for at in range(0, len(tail), TAIL.size))
     return records
 
 
-def _several(numbers: bytes, flags: int, text: bytes, place_bytes: int) -> bytes:
-    """The records of a token that one cannot tell of, which all begin with its numbers."""
-    parts = [text[at : at + TEXT_BYTES] for at in range(0, len(text), TEXT_BYTES)] or [b""]
-    heads = [(flags | TEXT_GOES_ON, len(part)) for part in parts[:-1]] + [(flags, len(parts[-1]))]
-    records = [TAIL.pack(*head, part) for head, part in zip(heads, parts, strict=True)]
-    if place_bytes:
-        records.insert(0, TAIL.pack(flags | LOGITS, place_bytes, b""))
-    return b"".join(numbers + record for record in records)
+def _unflagged(tails: bytes) -> bytes:
+    """The same without HAS_LOGPROB."""
+    changed = bytearray(tails)
+    for at in range(0, len(tails), TAIL.size):
+        changed[at] &= ~HAS_LOGPROB
+    return bytes(changed)
 
 
 def places_of_logits(records: bytes) -> list[int]:
@@ -88,8 +108,10 @@ def places_of_logits(records: bytes) -> list[int]:
 class RingWriter:
     """The daemon's end. `write` any number of records, then `publish` them together."""
 
+    __slots__ = ("_fence", "_head", "_num_bytes", "_published", "_ring", "_tail", "_words")
+
     def __init__(self, arena: Arena) -> None:
-        self._words, self._ring = arena.words, arena.ring
+        self._words, self._ring, self._num_bytes = arena.words, arena.ring, len(arena.ring)
         self._head = 0
         self._published = 0
         self._tail = 0
@@ -98,15 +120,15 @@ class RingWriter:
     def write(self, records: bytes | memoryview) -> int:
         """Write whole records as far as there is room: how many bytes of them. Raises ProtocolError if the reader's
         cursor is impossible."""
-        ring = self._ring
-        self._tail = check_cursor("ring_tail", self._words[RING_TAIL], self._tail, self._published)
-        count = min(len(records), len(ring) - (self._head - self._tail) * RECORD_BYTES)
-        begin = self._head * RECORD_BYTES % len(ring)
-        first = min(count, len(ring) - begin)
-        ring[begin : begin + first] = records[:first]
+        head, num_bytes = self._head, self._num_bytes
+        self._tail = tail = check_cursor("ring_tail", self._words[RING_TAIL], self._tail, self._published)
+        count = min(len(records), num_bytes - (head - tail) * RECORD_BYTES)
+        begin = head * RECORD_BYTES % num_bytes
+        first = min(count, num_bytes - begin)
+        self._ring[begin : begin + first] = records[:first]
         if first < count:
-            ring[: count - first] = records[first:count]
-        self._head += count // RECORD_BYTES
+            self._ring[: count - first] = records[first:count]
+        self._head = head + count // RECORD_BYTES
         return count
 
     def publish(self) -> bool:
@@ -177,7 +199,7 @@ class RingReader:
             cursor, num_bytes = PLACE.unpack(text)
             if not num_bytes or num_bytes % 4:
                 raise ProtocolError(f"{num_bytes} bytes are no logits", field="arena.ring")
-            self._logits = np.frombuffer(self._bulk.take(cursor, num_bytes), dtype="<f4")
+            self._logits = self._bulk.take_row(cursor, num_bytes)
         elif flags & TEXT_GOES_ON:
             self._text += text[:text_bytes]
         else:

@@ -20,7 +20,8 @@ class RingTokens:
         self.indexes: list[int] = []
         self.token_ids: list[int] = []
         self.texts: list[str] = []
-        self.logprobs: list[float | None] = []
+        self.logprobs: list[float] = []
+        self.without_logprob: list[int] = []  # rows of tokens that have none, with 0 in its place
         self.logits: dict[int, Float32] = {}  # by row, of those that have some: (vocab_size,)
 
     def __len__(self) -> int:
@@ -29,12 +30,14 @@ class RingTokens:
     def add(self, request: Request, sample: int, fresh: Fresh, logits: Items[Float32]) -> None:
         """Tokens of one sample. `logits`: as many, or none."""
         index, token_ids, texts, logprobs, _ = fresh
-        count = len(token_ids)
+        count, first = len(token_ids), len(self.requests)
         if logits:
-            self.logits.update(enumerate(logits, start=len(self.requests)))
+            self.logits.update(enumerate(logits, start=first))
+        if not logprobs:
+            self.without_logprob += range(first, first + count)
         self.requests += (request,) * count
         self.samples += (sample,) * count
         self.indexes += range(index, index + count)
         self.token_ids += token_ids
         self.texts += texts or ("",) * count
-        self.logprobs += logprobs or (None,) * count
+        self.logprobs += logprobs or (0.0,) * count

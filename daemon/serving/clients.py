@@ -50,7 +50,7 @@ from ..engine.submission import make_request
 from ..engine.text import Text
 from ..settings.config import Config
 from ..system.timers import Timers
-from .delivery import SLOW_READER, Delivery, parcels_of
+from .delivery import SLOW_READER, Delivery
 from .kv_service import KVService
 from .lingering import Lingering
 from .parcels import Send, rows_parcels
@@ -328,12 +328,11 @@ class Clients:
     def deliver(self) -> None:
         """Give out what the engine's turn produced."""
         outputs = self.engine.take_outputs()
-        parcels = list(parcels_of(outputs, self.engine.take_ring_tokens(), self.engine.epoch))
+        parcels = list(self.delivery.parcels_of(outputs, self.engine.take_ring_tokens(), self.engine.epoch))
         for request, message in outputs:
             if isinstance(message, Finished) and request.done:
                 self._forget(request)
-        for session, parcel in parcels:
-            self.delivery.give(session, parcel)
+        self.delivery.give_all(parcels)
 
     def _damaged(self, session: Session, error: ProtocolError) -> None:
         """The client wrote into its arena what cannot be: its session ends, nobody else's."""

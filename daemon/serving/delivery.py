@@ -6,14 +6,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from ...client.arena.ring import pack_tokens
+from ...client.arena.bell import Bell
 from ...client.wire.errors import ProtocolError
 from ...client.wire.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
-from ...model.batch import Float32
 from ..engine.engine import Engine, Output
 from ..engine.prompt_rows import Rows
 from ..engine.ring_tokens import RingTokens
-from .parcels import Letter, Parcel, RingRecords, Send, Sent, rows_parcels
+from .parcels import Letter, Parcel, Send, Sent, rows_parcels
+from .ring_parcels import RingPacker
 from .sessions import Session
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,49 @@ class Delivery:
         self._gone = gone
         self._damaged = damaged
         self._slow: dict[Session, None] = {}  # have an outbox
+        self._bells: list[Bell] = []  # to be rung, of readers that sleep
+        self._packer = RingPacker()
+
+    def parcels_of(self, outputs: Iterable[Output], tokens: RingTokens, epoch: int) -> Iterator[tuple[Session, Parcel]]:
+        """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
+        events: defaultdict[Session, list[TokenBatch]] = defaultdict(list)
+        others: list[tuple[Session, Finished | Notice]] = []
+        for request, message in outputs:
+            session = request.session
+            if not isinstance(session, Session):
+                continue
+            if isinstance(message, TokenBatch):
+                events[session].append(message)
+            elif isinstance(message, Rows):
+                for parcel in rows_parcels(session, epoch, request.request_id, message):
+                    yield session, parcel
+            else:
+                others.append((session, message))
+        yield from self._packer.pack(tokens)
+        for session, batches in events.items():
+            yield session, Letter(encode(Tokens(epoch, tuple(batches))))
+        for session, end in others:
+            yield session, Letter(encode(end))
 
     def send(self, session: Session, message: DaemonMessage) -> None:
         """Send, or hold for a reader that is slow, or settle a session that is gone."""
         self.give(session, Letter(encode(message)))
 
     def give(self, session: Session, parcel: Parcel) -> None:
+        self.give_all([(session, parcel)])
+
+    def give_all(self, parcels: Iterable[tuple[Session, Parcel]]) -> None:
+        """A step's. Whoever sleeps is woken when everything is there: from then on they compete for the processors."""
+        for session, parcel in parcels:
+            self._give(session, parcel)
+        self._ring()
+
+    def _ring(self) -> None:
+        bells, self._bells = self._bells, []
+        for bell in bells:
+            bell.ring()
+
+    def _give(self, session: Session, parcel: Parcel) -> None:
         if session.closed:
             return
         if not session.outbox:
@@ -77,7 +114,7 @@ class Delivery:
 
     def _hand_over(self, session: Session, parcel: Parcel) -> Sent:
         try:
-            sent = parcel.give(session, self._send_bytes)
+            sent = parcel.give(session, self._send_bytes, self._bells)
         except ProtocolError as error:
             session.outbox.clear()
             self._damaged(session, error)
@@ -95,6 +132,7 @@ class Delivery:
         """The same for one of them."""
         while session.outbox and self._hand_over(session, session.outbox[0][0]) is Sent.YES:
             session.held_bytes -= session.outbox.popleft()[1]
+        self._ring()
         if not session.outbox:
             self._slow.pop(session, None)
             for request in session.requests.values():
@@ -112,41 +150,3 @@ class Delivery:
     def num_held(self) -> int:
         """Parcels held for slow readers."""
         return sum(len(session.outbox) for session in self._slow)
-
-
-def parcels_of(outputs: Iterable[Output], tokens: RingTokens, epoch: int) -> Iterator[tuple[Session, Parcel]]:
-    """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
-    events: defaultdict[Session, list[TokenBatch]] = defaultdict(list)
-    others: list[tuple[Session, Finished | Notice]] = []
-    for request, message in outputs:
-        session = request.session
-        if not isinstance(session, Session):
-            continue
-        if isinstance(message, TokenBatch):
-            events[session].append(message)
-        elif isinstance(message, Rows):
-            for parcel in rows_parcels(session, epoch, request.request_id, message):
-                yield session, parcel
-        else:
-            others.append((session, message))
-    yield from _ring_parcels(tokens)
-    for session, batches in events.items():
-        yield session, Letter(encode(Tokens(epoch, tuple(batches))))
-    for session, end in others:
-        yield session, Letter(encode(end))
-
-
-def _ring_parcels(tokens: RingTokens) -> Iterator[tuple[Session, RingRecords]]:
-    handles = [request.handle or 0 for request in tokens.requests]
-    records = pack_tokens(
-        handles, tokens.samples, tokens.indexes, tokens.token_ids, tokens.texts, tokens.logprobs, tokens.logits
-    )
-    of_session: defaultdict[object, list[bytes]] = defaultdict(list)
-    for request, record in zip(tokens.requests, records, strict=True):
-        of_session[request.session].append(record)
-    logits: defaultdict[object, list[Float32]] = defaultdict(list)
-    for row, values in tokens.logits.items():
-        logits[tokens.requests[row].session].append(values)
-    for session, parts in of_session.items():
-        if isinstance(session, Session):
-            yield session, RingRecords(b"".join(parts), logits.get(session, ()))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from ...client.arena.arena import RECORD_BYTES
+from ...client.arena.bell import Bell
 from ...client.arena.regions import BulkWriter, Teller
 from ...client.arena.ring import PLACE, places_of_logits
 from ...client.wire.protocol import DaemonMessage, encode
@@ -49,8 +50,9 @@ class Parcel(Protocol):
     def num_bytes(self) -> int:
         """Memory that it holds until it is delivered, about."""
 
-    def give(self, session: Session, send: Send) -> Sent:
-        """Deliver, or what is left of it. Raises ProtocolError if the session's arena was damaged by its client."""
+    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
+        """Deliver, or what is left of it. A bell that is to be rung for it is added to `bells`. Raises ProtocolError if
+        the session's arena was damaged by its client."""
 
 
 class Letter:
@@ -63,7 +65,7 @@ class Letter:
     def num_bytes(self) -> int:
         return len(self._data)
 
-    def give(self, session: Session, send: Send) -> Sent:
+    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
         return send(session.routing_id, self._data)
 
 
@@ -83,13 +85,13 @@ class BulkParcel:
     def num_bytes(self) -> int:
         return self._values.nbytes
 
-    def give(self, session: Session, send: Send) -> Sent:
+    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
         if self._letter is None:
             data = self._place(session)
             if data is None:
                 return Sent.FULL
             self._letter = Letter(encode(self._tell(data)))
-        return self._letter.give(session, send)
+        return self._letter.give(session, send, bells)
 
     def _place(self, session: Session) -> Blob | None:
         if session.arena is not None and self._values.nbytes >= MIN_BULK_BYTES:
@@ -129,14 +131,14 @@ class RingRecords:
     def num_bytes(self) -> int:
         return len(self._records) + sum(row.nbytes for _, row in self._logits or ())
 
-    def give(self, session: Session, send: Send) -> Sent:
+    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
         arena = session.arena
         if arena is None:
             return Sent.GONE
         ready = len(self._records) if self._logits is None else self._place_logits(self._logits, arena.bulk)
         self._written += arena.ring.write(self._records[self._written : ready])
         if arena.ring.publish():
-            arena.bell.ring()
+            bells.append(arena.bell)
         return Sent.YES if self._written == len(self._records) else Sent.FULL
 
     def _place_logits(self, logits: deque[tuple[int, NDArray[Any]]], bulk: BulkWriter) -> int:

@@ -124,7 +124,7 @@ def cursors(data: bytes) -> None:
         for ring_tail, bulk_tail, _ in CURSORS.iter_unpack(data[: len(data) // CURSORS.size * CURSORS.size][:2400]):
             _arena.words[RING_TAIL], _arena.words[BULK_TAIL] = ring_tail, bulk_tail
             text = "x" * (bulk_tail % 40)
-            writer.write(b"".join(pack_tokens([1] * 40, [0] * 40, [0, 1] * 20, [1, 2] * 20, [text] * 40, [None] * 40)))
+            writer.write(b"".join(pack_tokens([1] * 40, [0] * 40, [0, 1] * 20, [1, 2] * 20, [text] * 40, [0.0] * 40)))
             bulk.put(logits, Teller.RING)
             writer.publish()
     except ProtocolError:
