@@ -18,7 +18,17 @@ from typing import Any
 from llvmlite import ir
 
 from .emit import BYTE, Values, loop
-from .isa import FORMAT_NAMES, INT4_K_X8, INT4_X8, INT8_K_X16, INT16_X16, SPREAD8, SPREAD16_K
+from .isa import (
+    FORMAT_NAMES,
+    INT4_K_X8,
+    INT4_X8,
+    INT8_K_X16,
+    INT8_LONG_X16,
+    INT16_X16,
+    SPREAD8,
+    SPREAD16_K,
+    SPREAD16_LONG,
+)
 from .memory import INT64, POINTER
 from .vectors import (
     FLOATS,
@@ -63,14 +73,17 @@ class CodeForm:
 
 
 _WIDE, _SHORT, _BYTES = CodeForm(32, 16, 32767.0), CodeForm(16, 16, 32767.0), CodeForm(32, 8, 127.0)
-_LONG = CodeForm(64, 16, 8191.0)  # 64 products with codes of 13 bits fit in 32
+_LONG = CodeForm(64, 16, 32767.0)
+_FEWER_BITS = CodeForm(64, 16, 8191.0)  # 64 products with codes of 13 bits fit in 32
 _FORMS = {
     INT8_K_X16: _SHORT,
     SPREAD16_K: _SHORT,
     INT4_X8: _BYTES,
     INT4_K_X8: _BYTES,
     SPREAD8: _BYTES,
-    INT16_X16: _LONG,
+    INT16_X16: _FEWER_BITS,
+    INT8_LONG_X16: _LONG,
+    SPREAD16_LONG: _LONG,
 }
 
 

@@ -12,10 +12,13 @@ words with one mask after the other.
     int4     4 bits, groups of 32, scale and least float16           5   bits a weight   Q4_0, Q4_1
     int8_k   8 bits, groups of 16, scale and least float32          12   bits a weight   Q5_0, Q5_1, Q5_K, Q6_K
     int4_k   4 bits, groups of 32, scale and least float32           6   bits a weight   Q4_K
-    int16   16 bits, groups of 64, scale float32                    16.5 bits a weight
+    int16      16 bits, groups of 64, scale float32                 16.5 bits a weight
+    int8_long   8 bits, groups of 64, scale float16                  8.25 bits a weight
 
 The formats with k hold GGUF's nested scales multiplied out, which takes float32. A product of scale and code is exact,
 or rounded once where least is its multiple, so every format gives exactly the float32 numbers of GGUF's own definition.
+
+int8_long is what weights of any file are rounded to: longer groups are multiplied faster.
 
 int16 is for weights of 16 bits where integers are multiplied faster than floats. Its codes take 13 of the bits, so that
 a group's sum of products with activations of 14 bits stays within 32; the largest of a group is off by at most 2^-13
@@ -40,12 +43,15 @@ from .isa import (
     INT8,
     INT8_K,
     INT8_K_X16,
+    INT8_LONG,
+    INT8_LONG_X16,
     INT8_X16,
     INT16,
     INT16_X16,
     SPREAD8,
     SPREAD16,
     SPREAD16_K,
+    SPREAD16_LONG,
     SPREAD16_PLUS,
 )
 from .vectors import LANES
@@ -92,6 +98,7 @@ GROUP_FORMATS = {
     INT8_K: GroupFormat(8, 16, np.float32, True),
     INT4_K: GroupFormat(4, 32, np.float32, True),
     INT16: GroupFormat(16, 64, np.float32, False, is_signed=True),
+    INT8_LONG: GroupFormat(8, 64, np.float16, False),
 }
 INT16_LIMIT = 4095
 
@@ -103,13 +110,15 @@ HELD_AS = {  # how the panels lie that products of codes read
     INT4_X8: INT4,
     INT4_K_X8: INT4_K,
     INT16_X16: INT16,
+    INT8_LONG_X16: INT8_LONG,
 }
 
 # How products read panels of codes, by how activations are held; what is missing is read as it is, in float32.
+_IN_16_BITS = {held: read_as for read_as, held in HELD_AS.items() if read_as not in (INT4_X8, INT4_K_X8)}
 INTEGER_PRODUCTS: dict[str, dict[int, int]] = {
     "float32": {},
-    "int16": {INT8: INT8_X16, INT4: INT4_X16, INT8_K: INT8_K_X16, INT4_K: INT4_K_X16, INT16: INT16_X16},
-    "int8": {INT8: INT8_X16, INT4: INT4_X8, INT8_K: INT8_K_X16, INT4_K: INT4_K_X8, INT16: INT16_X16},
+    "int16": _IN_16_BITS,
+    "int8": _IN_16_BITS | {INT4: INT4_X8, INT4_K: INT4_K_X8},
 }
 
 # What products of codes read for many rows: the same, but a code has as many bits as an activation (see `unpacking`).
@@ -118,6 +127,7 @@ SPREAD_FORMATS = {
     SPREAD16_PLUS: GroupFormat(16, 32, np.float32, True),
     SPREAD16_K: GroupFormat(16, 16, np.float32, True),
     SPREAD8: GroupFormat(8, 32, np.float32, True),
+    SPREAD16_LONG: GroupFormat(16, 64, np.float32, False, is_signed=True),
 }
 
 

@@ -19,15 +19,15 @@ FLOAT16 = 3
 CODES = 4
 # Weights in groups of codes (see `groups`).
 FIRST_GROUPED = 8
-INT8, INT4, INT8_K, INT4_K, INT16 = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 5)
+INT8, INT4, INT8_K, INT4_K, INT16, INT8_LONG = GROUPED = range(FIRST_GROUPED, FIRST_GROUPED + 6)
 # The same panels, times activations in codes of 16 or 8 bits, as integers (see `integer_steps`).
-FIRST_INTEGER = 13
-INT8_X16, INT4_X16, INT8_K_X16, INT4_K_X16, INT4_X8, INT4_K_X8, INT16_X16 = INTEGER = range(
-    FIRST_INTEGER, FIRST_INTEGER + 7
+FIRST_INTEGER = 14
+INT8_X16, INT4_X16, INT8_K_X16, INT4_K_X16, INT4_X8, INT4_K_X8, INT16_X16, INT8_LONG_X16 = INTEGER = range(
+    FIRST_INTEGER, FIRST_INTEGER + 8
 )
 # Those panels once their codes are spread to the width of the activations (see `spreading`); PLUS: with least values.
-FIRST_SPREAD = 20
-SPREAD16, SPREAD16_PLUS, SPREAD16_K, SPREAD8 = SPREAD = range(FIRST_SPREAD, FIRST_SPREAD + 4)
+FIRST_SPREAD = 22
+SPREAD16, SPREAD16_PLUS, SPREAD16_K, SPREAD8, SPREAD16_LONG = SPREAD = range(FIRST_SPREAD, FIRST_SPREAD + 5)
 FORMAT_NAMES = {
     FLOAT32: "float32",
     BFLOAT16: "bfloat16",
@@ -39,6 +39,7 @@ FORMAT_NAMES = {
     INT8_K: "int8_k",
     INT4_K: "int4_k",
     INT16: "int16",
+    INT8_LONG: "int8_long",
     INT8_X16: "int8x16",
     INT4_X16: "int4x16",
     INT8_K_X16: "int8_kx16",
@@ -46,10 +47,12 @@ FORMAT_NAMES = {
     INT4_X8: "int4x8",
     INT4_K_X8: "int4_kx8",
     INT16_X16: "int16x16",
+    INT8_LONG_X16: "int8_longx16",
     SPREAD16: "spread16",
     SPREAD16_PLUS: "spread16_plus",
     SPREAD16_K: "spread16_k",
     SPREAD8: "spread8",
+    SPREAD16_LONG: "spread16_long",
 }
 
 Tiles = tuple[tuple[int, ...], ...]
@@ -112,6 +115,7 @@ AVX2 = Isa(
         INT4_K_X16: SPREAD16_PLUS,
         INT4_X8: SPREAD8,
         INT4_K_X8: SPREAD8,
+        INT8_LONG_X16: SPREAD16_LONG,
     },
 )
 NEON = Isa("neon", {**dict.fromkeys(_UNGROUPED, _NEON_TILES), **_GROUPED_NARROW, **_INTEGER_NARROW}, _TO_FLOATS)

@@ -142,7 +142,7 @@ def load_codes(checkpoint: Checkpoint, weight: Weight, weight_format: int) -> Co
 
 
 def nearest_codes(values: NDArray[np.float32], weight_format: int) -> Codes:
-    """The nearest codes of a float32 matrix (N, K): INT16 and INT8 around zero, INT4 from least to largest. K is filled
+    """The nearest codes of a float32 matrix (N, K): with 16 and 8 bits around zero, with 4 from least up. K is filled
     up with zeros to whole groups."""
     if missing := -values.shape[1] % GROUP_FORMATS[weight_format].size:
         values = np.pad(values, ((0, 0), (0, missing)))

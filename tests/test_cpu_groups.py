@@ -23,6 +23,7 @@ from kvpool.cpu_kernels.isa import (
     INT4_K,
     INT8,
     INT8_K,
+    INT8_LONG,
     INT16,
     Isa,
 )
@@ -102,7 +103,7 @@ def test_half_precision_scales_on_every_processor(has_half: bool, monkeypatch: p
     assert same(unpacked(codes, INT8)[: len(halves), 0] + 0.0, halves[:, 0].astype(np.float32) + 0.0)
 
 
-@pytest.mark.parametrize(("weight_format", "steps"), [(INT16, 8190), (INT8, 254), (INT4, 15)])
+@pytest.mark.parametrize(("weight_format", "steps"), [(INT16, 8190), (INT8, 254), (INT8_LONG, 254), (INT4, 15)])
 def test_nearest_codes_err_by_half_a_step(weight_format: int, steps: int) -> None:
     size, half = GROUP_FORMATS[weight_format].size, GROUP_FORMATS[weight_format].scale == np.float16
     values = np.random.default_rng(1).normal(size=(33, 3 * size)).astype(np.float32)

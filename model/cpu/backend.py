@@ -43,7 +43,7 @@ from .program import OperationTable, PoolLayout, Workspace
 from .weight_cache import WeightCache
 from .weights import WEIGHT_DTYPES, pack_weights
 
-KV_LAYOUT_VERSION = 3
+KV_LAYOUT_VERSION = 4
 """Goes up with every change of a block's layout or of a kernel's arithmetic: stored blocks are computed anew then."""
 
 _STEP_ARRAYS = (  # in the order of their words in the state
@@ -126,7 +126,9 @@ class CpuBackend(PlainHostPool):
         self._limits, self._config = limits, program.config
         self._num_threads = threads or usable_cpus()
         kept = WeightCache(cache_directory() / "weights") if model_hash else None
-        self._weights = pack_weights(program, checkpoint, dtype, progress, kept, model_hash)
+        self._weights = pack_weights(
+            program, checkpoint, dtype, progress, kept, model_hash, prefers_codes=self._prefers_codes()
+        )
         self._layout = PoolLayout.of(program.config, limits.block_size, kv)
         self._program, self._progress = program, progress
         self._head_start = head_start
@@ -137,6 +139,10 @@ class CpuBackend(PlainHostPool):
         self._pool: Bytes = np.zeros(0, dtype=np.uint8)
         self._batch: StepBatch | None = None
         self._kept: tuple[object, ...] = ()
+
+    def _prefers_codes(self) -> bool:
+        """Whether products of codes of 16 bits are faster than those of bfloat16; they are nearer to float32, too."""
+        return self._activations != "float32" and host_pair_bits() > 0 and not host_has_dot()
 
     def _wanted_read_as(self) -> Mapping[Weight, int]:
         """How products shall read each matrix: as it is held, but bfloat16 by dot products where the processor has

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...cpu_kernels import packing
 from ...cpu_kernels.groups import GROUP_FORMATS, pack_codes
-from ...cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT4_K, INT8, INT8_K, INT16
+from ...cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT4_K, INT8, INT8_K, INT8_LONG, INT16
 from ...cpu_kernels.packing import round_up
 from ..backend import Progress
 from ..host_memory import Bytes, Layout, map_bytes
@@ -18,14 +18,15 @@ from ..quantised import GGUF, load_codes
 from ..weights import Checkpoint, load_weight
 from .weight_cache import WeightCache, cache_name
 
-# What `dtype` may say, and how matrices are held then unless the file holds codes of that width: see `format_of`.
-WEIGHT_DTYPES = {
-    "auto": BFLOAT16,
-    "float32": FLOAT32,
-    "bfloat16": BFLOAT16,
-    "int16": INT16,
-    "int8": INT8,
-    "int4": INT4,
+# What `dtype` may say, and how matrices are held then unless the file holds codes of that width: in the first format
+# of which their rows are whole groups. See `format_of`.
+WEIGHT_DTYPES: dict[str, tuple[int, ...]] = {
+    "auto": (BFLOAT16,),
+    "float32": (FLOAT32,),
+    "bfloat16": (BFLOAT16,),
+    "int16": (INT16, BFLOAT16),
+    "int8": (INT8_LONG, INT8, BFLOAT16),
+    "int4": (INT4, BFLOAT16),
 }
 # Formats whose codes are taken over as they are where the file has such.
 _KEPT = {"auto": (INT8, INT4, INT8_K, INT4_K), "int8": (INT8,), "int4": (INT4, INT4_K)}
@@ -45,8 +46,9 @@ def matrices(program: Program) -> set[Weight]:
     return found
 
 
-def format_of(checkpoint: Checkpoint, weight: Weight, dtype: str) -> int:
-    """How a matrix is held. `auto` keeps the codes of quantised files, and makes bfloat16 of everything else.
+def format_of(checkpoint: Checkpoint, weight: Weight, dtype: str, *, prefers_codes: bool = False) -> int:
+    """How a matrix is held. `auto` keeps the codes of quantised files, and holds everything else in 16 bits: as codes
+    where the back end `prefers_codes`, else as bfloat16.
 
     Rows that are not whole groups cannot be codes; they are bfloat16 then.
     """
@@ -56,10 +58,12 @@ def format_of(checkpoint: Checkpoint, weight: Weight, dtype: str) -> int:
         common = held.pop() if len(held) == 1 else INT4_K if held == {INT4, INT4_K} else INT8_K
         if common in _KEPT[dtype]:
             return common
-    wanted = WEIGHT_DTYPES[dtype]
-    if wanted in GROUP_FORMATS and weight.cols % GROUP_FORMATS[wanted].size:
-        return BFLOAT16
-    return wanted
+    wanted = WEIGHT_DTYPES["int16" if dtype == "auto" and prefers_codes else dtype]
+    return next(number for number in wanted if not weight.cols % group_size(number))
+
+
+def group_size(weight_format: int) -> int:
+    return GROUP_FORMATS[weight_format].size if weight_format in GROUP_FORMATS else 1
 
 
 @dataclass(slots=True)
@@ -78,13 +82,19 @@ def pack_weights(
     progress: Progress,
     cache: WeightCache | None = None,
     model_hash: str = "",
+    *,
+    prefers_codes: bool = False,
 ) -> PackedWeights:
     """Load every weight once and pack it. Only one unpacked weight is in memory at a time.
 
     With a `cache`, and `model_hash` saying what the checkpoint holds, they come from there if they were packed before.
     """
     panels, layout, offsets = matrices(program), Layout(), {}
-    formats = {weight: format_of(checkpoint, weight, dtype) for weight in program.weights() if weight in panels}
+    formats = {
+        weight: format_of(checkpoint, weight, dtype, prefers_codes=prefers_codes)
+        for weight in program.weights()
+        if weight in panels
+    }
     sizes = {}
     for weight in program.weights():
         if weight in panels:
