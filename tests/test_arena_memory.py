@@ -58,9 +58,9 @@ def records_of(items: list[Item], handle: int = 1, index: int = 0, sample: int =
     """Those of each token of a sample."""
     ids, texts, logprobs = ([item[i] for item in items] for i in range(3))
     count = len(items)
-    unknown = [row for row, logprob in enumerate(logprobs) if logprob is None]
-    known = [logprob or 0.0 for logprob in logprobs]
-    return pack_tokens([handle] * count, [sample] * count, range(index, index + count), ids, texts, known, unknown)
+    known = [row for row, logprob in enumerate(logprobs) if logprob is not None]
+    values = [logprob or 0.0 for logprob in logprobs]
+    return pack_tokens([handle] * count, [sample] * count, range(index, index + count), ids, texts, values, known)
 
 
 # Layout
@@ -287,7 +287,7 @@ def test_what_is_not_published_is_not_read() -> None:
 
 def test_a_place_for_logits_stands_before_each_token_that_has_some() -> None:
     texts = ["", "a text of more than twelve bytes", "é"]
-    columns = [7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [0.0, -0.5, 0.0], [0, 2]
+    columns = [7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [0.0, -0.5, 0.0], [1]
     plain, with_some = pack_tokens(*columns), pack_tokens(*columns, [1, 2])
     assert with_some[0] == plain[0]
     assert places_of_logits(b"".join(plain)) == []

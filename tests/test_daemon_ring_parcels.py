@@ -56,7 +56,7 @@ def test_each_session_gets_its_own_in_order() -> None:
                 [7, 8],
                 [text, "x"],
                 logprobs or [0.0, 0.0],
-                () if logprobs else (0, 1),
+                (0, 1) if logprobs else (),
             )
             if isinstance(request.session, Session):
                 expected[request.session] += b"".join(alone)
@@ -113,12 +113,12 @@ def test_nobody_is_woken_before_everybody_has_their_tokens(monkeypatch: pytest.M
 
 
 def test_what_is_kept_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tails = ring._Tails()
-    monkeypatch.setattr(ring, "_tails", tails)
+    tails = ring._Tails(ring.HAS_LOGPROB)
+    monkeypatch.setattr(ring, "_tails_with_logprob", tails)
     monkeypatch.setattr(tails, "MAX_KEPT", 10)
     for number in range(50):
-        (record,) = pack_tokens([1], [0], [0], [2], [f"t{number}"], [-1.0])
+        (record,) = pack_tokens([1], [0], [0], [2], [f"t{number}"], [-1.0], [0])
         assert RECORD.unpack(record) == (1, 0, 2, -1.0, 0, 1, len(f"t{number}"), f"t{number}".encode().ljust(12, b"\0"))
         assert len(tails) <= 10
-    pack_tokens([1], [0], [0], [2], ["x" * 1000], [-1.0])
+    pack_tokens([1], [0], [0], [2], ["x" * 1000], [-1.0], [0])
     assert "x" * 1000 not in tails

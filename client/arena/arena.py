@@ -64,6 +64,8 @@ class Fence:
     """Every store before `pass_` is visible before any load after it. Taking and giving back a lock that nobody else
     uses is one, on x86-64: it is done by a locked instruction."""
 
+    __slots__ = ("_lock",)
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
 

@@ -22,7 +22,7 @@ for the other: a full ring is said to the writer's caller, an empty one to the r
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,6 @@ PLACE = struct.Struct("<QI")  # in the text of a record with LOGITS
 FLAGS_AT, TEXT_AT = 18, 20  # bytes from a record's beginning
 NUMBERS_AND_TAIL = struct.Struct("<IIifH14s")
 TAIL = struct.Struct("<BB12s")  # of a record, from FLAGS_AT on
-PLACE_TAIL = TAIL.pack(HAS_LOGPROB | LOGITS, PLACE.size, b"")
 MAX_HANDLE = 2**32 - 1
 
 Float32 = NDArray[np.float32]
@@ -47,15 +46,18 @@ Record = tuple[int, int, int, float, int, int, int, bytes]
 
 
 class _Tails(dict[str, bytes]):
-    """By a token's text: the tails of its records, one after the other, all with HAS_LOGPROB. Texts come again: those
-    of one record are kept."""
+    """By a token's text: the tails of its records, one after the other. Texts come again: short ones are kept."""
 
     MAX_KEPT = 2**14  # some megabytes
+
+    def __init__(self, flags: int) -> None:
+        """`flags`: of every record."""
+        self._flags = flags
 
     def __missing__(self, text: str) -> bytes:
         encoded = text.encode()
         parts = [encoded[at : at + TEXT_BYTES] for at in range(0, len(encoded), TEXT_BYTES)] or [b""]
-        flags = [HAS_LOGPROB | TEXT_GOES_ON] * (len(parts) - 1) + [HAS_LOGPROB]
+        flags = [self._flags | TEXT_GOES_ON] * (len(parts) - 1) + [self._flags]
         tails = b"".join(TAIL.pack(flag, len(part), part) for flag, part in zip(flags, parts, strict=True))
         if len(parts) == 1:
             if len(self) >= self.MAX_KEPT:
@@ -64,7 +66,7 @@ class _Tails(dict[str, bytes]):
         return tails
 
 
-_tails = _Tails()
+_tails, _tails_with_logprob = _Tails(0), _Tails(HAS_LOGPROB)
 
 
 def pack_tokens(
@@ -72,31 +74,26 @@ def pack_tokens(
     samples: Iterable[int],
     indexes: Iterable[int],
     token_ids: Iterable[int],
-    texts: Iterable[str],
+    texts: Sequence[str],
     logprobs: Iterable[float],
-    without_logprob: Iterable[int] = (),
+    with_logprob: Collection[int] = (),
     with_logits: Iterable[int] = (),
 ) -> list[bytes]:
-    """The records of each token, given as columns. `without_logprob`: rows of tokens that have none, with 0 in its
+    """The records of each token, given as columns. `with_logprob`: rows of tokens that have one; others have 0 in its
     place. `with_logits`: of those that have a record for the place of their logits, which is to be filled in."""
-    tails = list(map(_tails.__getitem__, texts))
+    if len(with_logprob) == len(texts):
+        tails = list(map(_tails_with_logprob.__getitem__, texts))
+    else:
+        tails = list(map(_tails.__getitem__, texts))
+        for row in with_logprob:
+            tails[row] = _tails_with_logprob[texts[row]]
     for row in with_logits:
-        tails[row] = PLACE_TAIL + tails[row]
-    for row in without_logprob:
-        tails[row] = _unflagged(tails[row])
+        tails[row] = TAIL.pack(tails[row][0] & HAS_LOGPROB | LOGITS, PLACE.size, b"") + tails[row]
     records = list(map(NUMBERS_AND_TAIL.pack, handles, indexes, token_ids, logprobs, samples, tails))
     for row in [row for row, tail in enumerate(tails) if len(tail) > TAIL.size]:  # have several, with the same numbers
         numbers, tail = records[row][:FLAGS_AT], tails[row]
         records[row] = b"".join(numbers + tail[at : at + TAIL.size] for at in range(0, len(tail), TAIL.size))
     return records
-
-
-def _unflagged(tails: bytes) -> bytes:
-    """The same without HAS_LOGPROB."""
-    changed = bytearray(tails)
-    for at in range(0, len(tails), TAIL.size):
-        changed[at] &= ~HAS_LOGPROB
-    return bytes(changed)
 
 
 def places_of_logits(records: bytes) -> list[int]:
@@ -120,13 +117,17 @@ class RingWriter:
     def write(self, records: bytes | memoryview) -> int:
         """Write whole records as far as there is room: how many bytes of them. Raises ProtocolError if the reader's
         cursor is impossible."""
-        head, num_bytes = self._head, self._num_bytes
+        head, num_bytes, count = self._head, self._num_bytes, len(records)
         self._tail = tail = check_cursor("ring_tail", self._words[RING_TAIL], self._tail, self._published)
-        count = min(len(records), num_bytes - (head - tail) * RECORD_BYTES)
-        begin = head * RECORD_BYTES % num_bytes
-        first = min(count, num_bytes - begin)
-        self._ring[begin : begin + first] = records[:first]
-        if first < count:
+        begin, room = head * RECORD_BYTES % num_bytes, num_bytes - (head - tail) * RECORD_BYTES
+        if count > room:
+            count = room
+        end = begin + count
+        if end <= num_bytes:
+            self._ring[begin:end] = records[:count]
+        else:
+            first = num_bytes - begin
+            self._ring[begin:] = records[:first]
             self._ring[: count - first] = records[first:count]
         self._head = head + count // RECORD_BYTES
         return count

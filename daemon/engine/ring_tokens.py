@@ -21,7 +21,7 @@ class RingTokens:
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.logprobs: list[float] = []
-        self.without_logprob: list[int] = []  # rows of tokens that have none, with 0 in its place
+        self.with_logprob: list[int] = []  # rows of tokens that have one; others have 0 in its place
         self.logits: dict[int, Float32] = {}  # by row, of those that have some: (vocab_size,)
 
     def __len__(self) -> int:
@@ -33,8 +33,8 @@ class RingTokens:
         count, first = len(token_ids), len(self.requests)
         if logits:
             self.logits.update(enumerate(logits, start=first))
-        if not logprobs:
-            self.without_logprob += range(first, first + count)
+        if logprobs:
+            self.with_logprob += range(first, first + count)
         self.requests += (request,) * count
         self.samples += (sample,) * count
         self.indexes += range(index, index + count)

@@ -31,7 +31,7 @@ class RingPacker:
             tokens.token_ids,
             tokens.texts,
             tokens.logprobs,
-            tokens.without_logprob,
+            tokens.with_logprob,
             tokens.logits,
         )
         for session, rows in self._rows.items():
