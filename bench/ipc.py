@@ -70,6 +70,7 @@ AHEAD = 3  # steps that may be under way
 TEXTS = (" the", " sea", ",", " is", " deep", ".", " Although", "\n")
 PROMPT_IDS = 100_000
 ROWS = 400
+ROWS_AHEAD = 8  # rows that the daemon may be ahead of the reader
 
 Given = tuple[list[Output], RingTokens]
 """What an engine's turn gives out."""
@@ -358,47 +359,49 @@ def copy_speeds(row: NDArray[np.float32]) -> tuple[float, float, float]:
     return plain, into, out
 
 
-def stream_logits(bench: Bench, row: NDArray[np.float32], arena: bool) -> tuple[float, float, float]:
-    """GB/s from end to end, and for each second of CPU of the daemon and of the client."""
-    board = Board(1)
+def stream_logits(bench: Bench, row: NDArray[np.float32], arena: bool, together: int) -> tuple[float, float, float]:
+    """GB/s from end to end, and for each second of CPU of the daemon and of the client, with `together` rows a step."""
+    board, steps = Board(1), ROWS // together
 
     def work(pool: Client, number: int) -> None:
         before = time.process_time()
-        for count, event in enumerate(pool.submit([1], max_tokens=10**5, want_logits=True), start=1):
-            if event.logits is None:
+        streams = [iter(pool.submit([1], max_tokens=10**5, want_logits=True)) for _ in range(together)]
+        for count in range(1, steps + 1):
+            if any(next(stream).logits is None for stream in streams):
                 raise SystemExit("logits are missing")
             board.read[number] = count
         board.cpu_s[number] = time.process_time() - before
+        for stream in streams:
+            for _ in stream:
+                raise SystemExit("a token too many")
 
     with clients(bench, 1, arena, work):
-        bench.serve_until(lambda: len(bench.requests) == 1)
-        (request,) = bench.requests
+        bench.serve_until(lambda: len(bench.requests) == together)
         thread_s, zeromq_before, begin = 0.0, other_threads_s(), time.perf_counter()
-        for index in range(ROWS):
-            while board.read[0] < index - 8:
+        for index in range(steps):
+            while board.read[0] < index - max(1, ROWS_AHEAD // together):
                 time.sleep(0.00005)
-            given = logits_of(request, index, row)
+            given = logits_of(bench.requests, index, row)
             before = time.thread_time()
             bench.give(given)
             thread_s += time.thread_time() - before
-        while board.read[0] < ROWS:
+        while board.read[0] < steps:
             time.sleep(0.00005)
         wall_s, zeromq_s = time.perf_counter() - begin, other_threads_s() - zeromq_before
         bench.finish()
-    total = ROWS * row.nbytes / 1e9
+    total = steps * together * row.nbytes / 1e9
     return total / wall_s, total / (thread_s + zeromq_s), total / float(board.cpu_s[0])
 
 
-def logits_of(request: Request, index: int, row: NDArray[np.float32]) -> Given:
+def logits_of(requests: list[Request], index: int, row: NDArray[np.float32]) -> Given:
     fresh: Fresh = (index, (1,), (), (), ())
     outputs, tokens = [], RingTokens()
-    if request.handle is None:
-        outputs = [
-            Output(request, Rows("logits", index, row[np.newaxis])),
-            Output(request, TokenBatch(request.request_id, 0, *fresh)),
-        ]
-    else:
-        tokens.add(request, 0, fresh, [row])
+    for request in requests:
+        if request.handle is None:
+            outputs.append(Output(request, Rows("logits", index, row[np.newaxis])))
+            outputs.append(Output(request, TokenBatch(request.request_id, 0, *fresh)))
+        else:
+            tokens.add(request, 0, fresh, [row])
     return outputs, tokens
 
 
@@ -408,11 +411,12 @@ def show_logits(bench: Bench) -> None:
     print(f"\nLogits, {VOCAB_SIZE:,} float32 a row, {ROWS} rows\n")
     print(f"within one process: plain copy {plain:.1f} GB/s, into the arena {into:.1f}, out of it {out:.1f}")
     for arena in (False, True):
-        wall, daemon, client = stream_logits(bench, row, arena)
-        print(
-            f"{'arena' if arena else 'messages':>9}: {wall:.2f} GB/s from end to end; "
-            f"for each second of CPU: daemon {daemon:.2f} GB/s, client {client:.2f} GB/s"
-        )
+        for together in (1, 16):
+            wall, daemon, client = stream_logits(bench, row, arena, together)
+            print(
+                f"{'arena' if arena else 'messages':>9}, {together:>2} a step: {wall:.2f} GB/s from end to end; "
+                f"for each second of CPU: daemon {daemon:.2f} GB/s, client {client:.2f} GB/s"
+            )
 
 
 def _numbers(text: str) -> list[int]:
