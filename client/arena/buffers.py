@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_FREE = 8
+MAX_FREE = 32
 """Buffers kept for rows to come; a reader that keeps up needs two, one that reads several at once as many more."""
 
 
