@@ -69,7 +69,7 @@ LIMITS = ServerLimits(4 << 20, 131_072, VOCAB_SIZE, 16, 1024, 64)
 AHEAD = 3  # steps that may be under way
 TEXTS = (" the", " sea", ",", " is", " deep", ".", " Although", "\n")
 PROMPT_IDS = 100_000
-ROWS = 400
+ROWS = 3200  # the arena several times over: its first pages cost more than the copies
 ROWS_AHEAD = 8  # rows that the daemon may be ahead of the reader
 
 Given = tuple[list[Output], RingTokens]
