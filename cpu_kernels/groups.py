@@ -8,17 +8,17 @@ the 16 columns, then their least values where the format has them. With n words 
 codes of k = i, n + i, 2 n + i, .. of the group, the first in the low bits: a step takes k in order by going through all
 words with one mask after the other.
 
-    int8     8 bits, groups of 32, scale float16                     8.5 bits a weight   GGUF's Q8_0
-    int4     4 bits, groups of 32, scale and least float16           5   bits a weight   Q4_0, Q4_1
-    int8_k   8 bits, groups of 16, scale and least float32          12   bits a weight   Q5_0, Q5_1, Q5_K, Q6_K
-    int4_k   4 bits, groups of 32, scale and least float32           6   bits a weight   Q4_K
-    int16      16 bits, groups of 64, scale float32                 16.5 bits a weight
+    int8        8 bits, groups of 32, scale float16                  8.5  bits a weight   GGUF's Q8_0
+    int4        4 bits, groups of 32, scale and least float16        5    bits a weight   Q4_0, Q4_1
+    int8_k      8 bits, groups of 16, scale and least float32       12    bits a weight   Q5_0, Q5_1, Q5_K, Q6_K
+    int4_k      4 bits, groups of 32, scale and least float32        6    bits a weight   Q4_K
+    int16      16 bits, groups of 64, scale float32                 16.5  bits a weight
     int8_long   8 bits, groups of 64, scale float16                  8.25 bits a weight
 
 The formats with k hold GGUF's nested scales multiplied out, which takes float32. A product of scale and code is exact,
 or rounded once where least is its multiple, so every format gives exactly the float32 numbers of GGUF's own definition.
 
-int8_long is what weights of any file are rounded to: longer groups are multiplied faster.
+int8_long is what weights of other kinds are rounded to: longer groups are multiplied faster.
 
 int16 is for weights of 16 bits where integers are multiplied faster than floats. Its codes take 13 of the bits, so that
 a group's sum of products with activations of 14 bits stays within 32; the largest of a group is off by at most 2^-13

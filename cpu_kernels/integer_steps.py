@@ -113,19 +113,18 @@ class _IntegerStep:
         """sum(code * number) of each row and panel, as float32 vectors."""
         builder, is_bytes = self.builder, self.form.bits == 8
         unroll = 1 if self.places > 1 else 2
-        if self.group.has_least or not self.group.zero:
-            starts = self.some_words(INT64(0), [], unroll)  # an addition less than from zero
-        else:
+        starts: Values = []  # the first products are the first sums: an addition less than from zero
+        if self.group.zero and not self.group.has_least:
             shift = constant(integers(self.words), -self.group.zero)
             counts = [self.tail(row, 8, WORD, self.words) for row in range(len(self.xs))]
             sums_of_row = len(self.panels) * self.parts
             starts = [start for count in counts for start in [builder.mul(count, shift)] * sums_of_row]
-            starts = self.some_words(INT64(0), starts, unroll)
 
         def body(index: Any, sums: Sequence[Any]) -> Values:
             return self.some_words(builder.add(index, INT64(1)), sums, unroll)
 
-        sums = loop(builder, INT64(self.group.words // unroll - 1), starts, body)
+        sums = self.some_words(INT64(0), starts, unroll)
+        sums = loop(builder, INT64(self.group.words // unroll - 1), sums, body)
         if is_bytes:  # a half has summed 16 products of at most 15 * 127: just what it can hold
             sums = [add_pairs(builder, total, constant(halves(self.words), 1), self.words) for total in sums]
         whole = [self.joined(sums[i : i + self.parts]) for i in range(0, len(sums), self.parts)]
@@ -156,7 +155,10 @@ class _IntegerStep:
                 lanes = builder.bitcast(splat_value(builder, word, self.words), halves(self.words))
                 for i, code in enumerate(codes, start=r * len(codes)):
                     product = multiply(builder, code, lanes, self.words)
-                    out[i : i + 1] = [builder.add(out[i], product) if i < len(out) else product]
+                    if i < len(out):
+                        out[i] = builder.add(out[i], product)
+                    else:
+                        out.append(product)
         return out
 
     def joined(self, parts: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ FIRST_INTEGER = 14
 INT8_X16, INT4_X16, INT8_K_X16, INT4_K_X16, INT4_X8, INT4_K_X8, INT16_X16, INT8_LONG_X16 = INTEGER = range(
     FIRST_INTEGER, FIRST_INTEGER + 8
 )
-# Those panels once their codes are spread to the width of the activations (see `spreading`); PLUS: with least values.
+# Those panels once their codes are spread to the width of the activations (see `unpacking`); PLUS: with least values.
 FIRST_SPREAD = 22
 SPREAD16, SPREAD16_PLUS, SPREAD16_K, SPREAD8, SPREAD16_LONG = SPREAD = range(FIRST_SPREAD, FIRST_SPREAD + 5)
 FORMAT_NAMES = {

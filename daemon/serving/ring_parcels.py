@@ -13,7 +13,10 @@ from .sessions import Session
 
 
 class RingPacker:
-    """A step has mostly tokens of the same requests as the one before: whose rows are whose is found out once."""
+    """A step has mostly tokens of the same requests as the one before: whose rows are whose is found out once.
+
+    That stays true: a request that another session takes over has no handle from then on, and one without a session
+    had one that is closed, to which nothing is given."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []  # of the last step, for each of its tokens
