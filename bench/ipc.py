@@ -15,208 +15,31 @@ system calls and wake-ups, one for each client and step: so it falls with the to
 from __future__ import annotations
 
 import argparse
-import mmap
-import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-import zmq
-from numpy.typing import NDArray
 
 from kvpool.client import Client
-from kvpool.client.arena.arena import ARENA, Arena
-from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller
-from kvpool.client.sampling_params import SamplingParams
 from kvpool.client.stream import Stream
 from kvpool.client.wire.protocol import (
-    Accepted,
-    Finished,
-    Goodbye,
-    Hello,
-    ServerLimits,
-    Submit,
     TokenBatch,
-    Usage,
-    Welcome,
-    decode_client_message,
-    unpack_token_ids,
 )
-from kvpool.daemon.engine.engine import Engine, Output
-from kvpool.daemon.engine.prompt_rows import Rows
+from kvpool.daemon.engine.engine import Output
 from kvpool.daemon.engine.request import Fresh, Request
 from kvpool.daemon.engine.ring_tokens import RingTokens
-from kvpool.daemon.serving.arenas import layout_for
-from kvpool.daemon.serving.delivery import Delivery
-from kvpool.daemon.serving.endpoint import open_endpoint
-from kvpool.daemon.serving.parcels import Sent
-from kvpool.daemon.serving.sessions import Peer, Session, Sessions
-from kvpool.daemon.settings.config import Config
 
-VOCAB_SIZE = 49_152
-LIMITS = ServerLimits(4 << 20, 131_072, VOCAB_SIZE, 16, 1024, 64)
+from .ipc_rig import VOCAB_SIZE, Bench, Board, Given, clients, other_threads_s
+from .ipc_rows import show_logits
+
 AHEAD = 3  # steps that may be under way
 TEXTS = (" the", " sea", ",", " is", " deep", ".", " Although", "\n")
 PROMPT_IDS = 100_000
-ROWS = 3200  # the arena several times over: its first pages cost more than the copies
-ROWS_AHEAD = 8  # rows that the daemon may be ahead of the reader
-
-Given = tuple[list[Output], RingTokens]
-"""What an engine's turn gives out."""
-
-
-class Bench:
-    """A daemon with sessions and delivery, and nothing to compute."""
-
-    def __init__(self, directory: Path) -> None:
-        self.endpoint = open_endpoint(Config(), directory / "s")
-        self.endpoint.gate.open()
-        self.sessions = Sessions(self._ignore, self._ignore, layout_for(vocab_size=VOCAB_SIZE, max_model_len=131_072))
-        engine = cast(Engine, None)  # nobody is ever so slow that sequences would pause
-        self.delivery = Delivery(engine, self._send, gone=self.sessions.close, damaged=self._damaged)
-        self.requests: list[Request] = []
-        self.submitted_s: list[float] = []  # CPU time for each prompt that came
-
-    @staticmethod
-    def _ignore(fd: int) -> None:
-        pass
-
-    @staticmethod
-    def _damaged(session: Session, error: Exception) -> None:
-        raise error
-
-    def _send(self, routing_id: bytes, data: bytes) -> Sent:
-        while True:
-            try:
-                self.endpoint.router.send_multipart([routing_id, data], zmq.NOBLOCK)
-            except zmq.Again:
-                time.sleep(0.0005)
-            except zmq.ZMQError:
-                return Sent.GONE
-            else:
-                return Sent.YES
-
-    def serve_until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self.sessions.accept(self.endpoint.lifelines, 1e12)
-            for fd in list(self.sessions._lifelines):
-                ended = self.sessions.read(fd)
-                if ended is not None:
-                    self.sessions.close(ended)
-            if self.endpoint.router.poll(1):
-                routing_id, data = self.endpoint.router.recv_multipart()
-                self._receive(routing_id, data)
-
-    def _receive(self, routing_id: bytes, data: bytes) -> None:
-        begin = time.thread_time()
-        message = decode_client_message(data)
-        session = self.sessions.get(routing_id)
-        if isinstance(message, Hello):
-            peer = Peer(os.getuid(), os.getgid(), 0)
-            session = self.sessions.open(routing_id, peer, "", message.capabilities)
-            capabilities = tuple(session.capabilities)
-            welcome = Welcome(1, 1, session.session_id, "bench", LIMITS, session.token, "", capabilities)
-            self.delivery.send(session, welcome)
-        elif isinstance(message, Submit) and session is not None:
-            if message.upload is not None and session.arena is not None:
-                packed = session.arena.upload.copy(*message.upload)
-            else:
-                packed = message.prompt if isinstance(message.prompt, bytes) else b""
-            prompt_ids = unpack_token_ids(packed).tolist()
-            request = Request(message.request_id, 0, prompt_ids, SamplingParams(), 0, frozenset(), None)
-            request.session, request.handle, request.want_logits = session, message.handle, message.want_logits
-            self.requests.append(request)
-            self.delivery.send(session, Accepted(1, message.request_id))
-            self.submitted_s.append(time.thread_time() - begin)
-        elif isinstance(message, Goodbye) and session is not None:
-            self.sessions.close(session)
-
-    def give(self, given: Given) -> None:
-        self.delivery.give_all(self.delivery.parcels_of(*given, 1))
-
-    def finish(self) -> None:
-        for request in self.requests:
-            end = Finished(1, request.request_id, 0, "length", Usage(1, 1))
-            self.delivery.send(cast(Session, request.session), end)
-        self.requests = []
-
-    def close(self) -> None:
-        for session in self.sessions:
-            self.sessions.close(session)
-        self.sessions.hang_up_all()
-        self.endpoint.close(0.1)
-
-
-@dataclass
-class Board:
-    """What the clients tell: tokens that each has read, and the CPU time that it took."""
-
-    count: int
-    memory: mmap.mmap = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.memory = mmap.mmap(-1, 4096 + 16 * self.count)
-        self.read = np.frombuffer(self.memory, np.int64, self.count, 0)
-        self.cpu_s = np.frombuffer(self.memory, np.float64, self.count, 8 * self.count)
-
-
-@contextmanager
-def clients(bench: Bench, count: int, arena: bool, work: Callable[[Client, int], None]) -> Iterator[None]:
-    """`count` processes that each run `work(client, number)`."""
-    address = str(bench.endpoint.path)
-    pids = []
-    for number in range(count):
-        pid = os.fork()
-        if pid == 0:
-            run_client(partial(work_with, address, arena, number, work))
-        pids.append(pid)
-    try:
-        yield
-    finally:
-        ended: list[int] = []
-
-        def all_ended() -> bool:
-            ended.extend(pid for pid in pids if pid not in ended and os.waitpid(pid, os.WNOHANG)[0] == pid)
-            return len(ended) == len(pids)
-
-        bench.serve_until(all_ended)
-
-
-def work_with(address: str, arena: bool, number: int, work: Callable[[Client, int], None]) -> None:
-    with Client(address, arena=arena, timeout_s=120.0) as pool:
-        if (ARENA in pool.connect().capabilities) is not arena:
-            raise SystemExit("no arena on this machine")
-        work(pool, number)
-
-
-def run_client(work: Callable[[], None]) -> None:
-    """In a forked child: it never returns into the parent's program."""
-    status = 1
-    try:
-        work()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def other_threads_s() -> float:
-    """CPU seconds of this process's other threads: ZeroMQ's."""
-    own = str(os.gettid()) if hasattr(os, "gettid") else str(os.getpid())
-    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 @dataclass(frozen=True)
@@ -334,89 +157,6 @@ def show_prompts(bench: Bench) -> None:
             f"{'arena' if arena else 'messages':>9}: submit returns after {values[0]:.2f} (CPU {values[1]:.2f}), "
             f"accepted after {values[2]:.2f}; the daemon's thread {daemon_ms:.2f}"
         )
-
-
-def copy_speeds(row: NDArray[np.float32]) -> tuple[float, float, float]:
-    """GB/s of a row into memory of its own, into the bulk region, and out of it again, by one process."""
-    layout = layout_for(vocab_size=VOCAB_SIZE, max_model_len=131_072)
-    targets = np.zeros((layout.bulk_bytes // row.nbytes, VOCAB_SIZE), np.float32)
-    arena, fd = Arena.create(layout)
-    os.close(fd)
-    writer, reader = BulkWriter(arena), BulkReader(arena)
-    times: list[list[float]] = [[], [], []]
-    for i in range(ROWS):
-        marks = [time.perf_counter()]
-        np.copyto(targets[i % len(targets)], row)
-        marks.append(time.perf_counter())
-        place = writer.put(row, Teller.MESSAGE) or (0, 0)
-        marks.append(time.perf_counter())
-        reader.take(*place)
-        marks.append(time.perf_counter())
-        for kind, (begin, end) in enumerate(pairwise(marks)):
-            times[kind].append(end - begin)
-    arena.close()
-    plain, into, out = (row.nbytes / statistics.median(kind) / 1e9 for kind in times)
-    return plain, into, out
-
-
-def stream_logits(bench: Bench, row: NDArray[np.float32], arena: bool, together: int) -> tuple[float, float, float]:
-    """GB/s from end to end, and for each second of CPU of the daemon and of the client, with `together` rows a step."""
-    board, steps = Board(1), ROWS // together
-
-    def work(pool: Client, number: int) -> None:
-        before = time.process_time()
-        streams = [iter(pool.submit([1], max_tokens=10**5, want_logits=True)) for _ in range(together)]
-        for count in range(1, steps + 1):
-            if any(next(stream).logits is None for stream in streams):
-                raise SystemExit("logits are missing")
-            board.read[number] = count
-        board.cpu_s[number] = time.process_time() - before
-        for stream in streams:
-            for _ in stream:
-                raise SystemExit("a token too many")
-
-    with clients(bench, 1, arena, work):
-        bench.serve_until(lambda: len(bench.requests) == together)
-        thread_s, zeromq_before, begin = 0.0, other_threads_s(), time.perf_counter()
-        for index in range(steps):
-            while board.read[0] < index - max(1, ROWS_AHEAD // together):
-                time.sleep(0.00005)
-            given = logits_of(bench.requests, index, row)
-            before = time.thread_time()
-            bench.give(given)
-            thread_s += time.thread_time() - before
-        while board.read[0] < steps:
-            time.sleep(0.00005)
-        wall_s, zeromq_s = time.perf_counter() - begin, other_threads_s() - zeromq_before
-        bench.finish()
-    total = steps * together * row.nbytes / 1e9
-    return total / wall_s, total / (thread_s + zeromq_s), total / float(board.cpu_s[0])
-
-
-def logits_of(requests: list[Request], index: int, row: NDArray[np.float32]) -> Given:
-    fresh: Fresh = (index, (1,), (), (), ())
-    outputs, tokens = [], RingTokens()
-    for request in requests:
-        if request.handle is None:
-            outputs.append(Output(request, Rows("logits", index, row[np.newaxis])))
-            outputs.append(Output(request, TokenBatch(request.request_id, 0, *fresh)))
-        else:
-            tokens.add(request, 0, fresh, [row])
-    return outputs, tokens
-
-
-def show_logits(bench: Bench) -> None:
-    row = np.random.default_rng(0).standard_normal(VOCAB_SIZE).astype(np.float32)
-    plain, into, out = copy_speeds(row)
-    print(f"\nLogits, {VOCAB_SIZE:,} float32 a row, {ROWS} rows\n")
-    print(f"within one process: plain copy {plain:.1f} GB/s, into the arena {into:.1f}, out of it {out:.1f}")
-    for arena in (False, True):
-        for together in (1, 16):
-            wall, daemon, client = stream_logits(bench, row, arena, together)
-            print(
-                f"{'arena' if arena else 'messages':>9}, {together:>2} a step: {wall:.2f} GB/s from end to end; "
-                f"for each second of CPU: daemon {daemon:.2f} GB/s, client {client:.2f} GB/s"
-            )
 
 
 def _numbers(text: str) -> list[int]:

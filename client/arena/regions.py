@@ -10,6 +10,7 @@ given back before the other tells of any.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -146,20 +147,24 @@ class BulkReader:
 
     def take(self, begin: int, num_bytes: int) -> bytes:
         """Copy a piece out and give its place back. Raises ProtocolError for a place that cannot be."""
-        piece = bytes(self._at(begin, num_bytes))
+        piece = bytes(self._at(begin, num_bytes, self._tail))
         self._give_back(begin + num_bytes)
         return piece
 
-    def take_row(self, begin: int, num_bytes: int) -> NDArray[np.float32]:
-        """The same for a row of float32, read-only, in a buffer that earlier rows may have used."""
-        with self._at(begin, num_bytes) as piece:
-            row = self._buffers.copy(piece)
-        self._give_back(begin + num_bytes)
-        return row
+    def take_rows(self, places: Sequence[tuple[int, int]]) -> list[NDArray[np.float32]]:
+        """The same for rows of float32, in the order in which they lie there: each read-only, in a buffer that earlier
+        rows may have used."""
+        pieces, end = [], self._tail
+        for begin, num_bytes in places:
+            pieces.append(self._at(begin, num_bytes, end))
+            end = begin + num_bytes
+        rows = self._buffers.copies(pieces)
+        self._give_back(end)
+        return rows
 
-    def _at(self, begin: int, num_bytes: int) -> memoryview:
+    def _at(self, begin: int, num_bytes: int, least: int) -> memoryview:
         offset = begin % len(self._region)
-        if begin < self._tail or offset + num_bytes > len(self._region):
+        if begin < least or offset + num_bytes > len(self._region):
             raise ProtocolError(f"no piece of {num_bytes} bytes can lie at {begin}", field="arena.bulk")
         return self._region[offset : offset + num_bytes]
 
