@@ -153,11 +153,13 @@ def _external(builder: Any, name: str, result: ir.Type, *arguments: ir.Type) -> 
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def prefetch(builder: Any, pointer: Any) -> None:
-    """Ask for the cache line at a pointer (an LLVM value), into the second level; any address is fine."""
+def prefetch(builder: Any, pointer: Any, to_write: bool = False) -> None:
+    """Ask for the cache line at a pointer (an LLVM value), into the second level, or for the right to write it, into
+    the first; any address is fine."""
     number = ir.IntType(32)
     function = _external(builder, "llvm.prefetch.p0", ir.VoidType(), POINTER, number, number, number)
-    builder.call(function, [pointer, number(0), number(2), number(1)])
+    write, locality = (1, 3) if to_write else (0, 2)
+    builder.call(function, [pointer, number(write), number(locality), number(1)])
 
 
 @instruction

@@ -88,6 +88,8 @@ class _TileEmitter:
         return self.builder.add(self.arguments[base], below)
 
     def group(self, index: Any, ahead: Any) -> Values:
+        """One group of panels. Results go to lines that few caches hold, and stores become visible in order: one that
+        waits for its line holds up all behind it, so the lines are asked for before the sums begin."""
         builder, a = self.builder, self.arguments
         panel = builder.mul(index, INT64(self.width))
         table = builder.add(a["table"], builder.mul(panel, a["panel_step"]))
@@ -95,6 +97,8 @@ class _TileEmitter:
         ahead_table = builder.add(a["ahead_table"], builder.mul(panel, a["ahead_step"]))
         ahead = builder.add(ahead, builder.mul(panel, a["ahead_forward"]))
         column, zeros = builder.mul(panel, INT64(64)), [float_constant(0.0)] * (self.rows * self.width)
+        for place in self.places("out", "out_stride", column):
+            prefetch(builder, place, to_write=True)
         totals = self.blocks((table, ahead_table), offset, ahead, zeros, self.start(zeros, column))
         self.write(self.nested(totals), column)
         return []
