@@ -135,11 +135,11 @@ def multiply_packed(
 ) -> None:
     """The unit's panels as they lie in memory: the table of panels has one entry, the address of the first."""
     panels = min(word(row, t.UNIT_PANELS), word(row, t.PANELS) - panel)
-    panel_bytes, k = word(row, t.PANEL_BYTES), word(row, t.K)
+    panel_bytes, k, read_as = word(row, t.PANEL_BYTES), word(row, t.K), word(row, t.WEIGHT_FORMAT)
     at = panel * panel_bytes + panel_bytes * begin // k
     multiply(
-        row, state, panel, x, x_stride, rows, begin, end, totals, out, panels, word(row, t.WEIGHT_FORMAT),
-        row + 8 * t.WEIGHT, at, panel_bytes, at + NEAR, 64,
+        row, state, panel, x, x_stride, rows, begin, end, totals, out, panels, read_as,
+        row + 8 * t.WEIGHT, at, panel_bytes, at + NEAR, panel_step(state, read_as),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from .memory import INT64, POINTER
 from .vectors import FLOATS, INTS, LANES, int_constant, multiply_add, splat_value
 
 ROUNDING = "round_rows"
+CUTS = 6  # that share the asking where many sequences decode: of 32 rows
 LINES_AHEAD = 5  # of a group that is not unpacked yet, which has up to 10: two tiles or more share the asking
 HALVES, CODE_LANES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(8), LANES)
 _LOW_HALF, _HIGH_HALF = 0x0000FFFF, 0xFFFF0000 - (1 << 32)
@@ -32,7 +33,7 @@ class Step:
 
     `weights` are pointers to each panel's 16 lanes, `xs` pointers to each row's next activation, `sums[r][p]` vectors;
     `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x. `lines`: cache lines
-    of a panel that it reads, where the tile shall ask for those of the next panels one by one; where not,
+    of a panel that it reads, where a tile of a single cut shall ask for those of the next panels one by one; else
     `lines_ahead` are how many it asks for from the address on that it is given.
     """
 
@@ -56,11 +57,23 @@ def step_of(weight_format: int) -> Step:
         )
     if weight_format in GROUP_FORMATS:
         size, lines = GROUP_FORMATS[weight_format].size, -(-GROUP_FORMATS[weight_format].bytes // 64)
-        return Step(size, 4 * size, 1, lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs), lines)
+        return Step(
+            size,
+            4 * size,
+            1,
+            lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs),
+            lines,
+            LINES_AHEAD,
+        )
     if weight_format in HELD_AS:
         form, lines = form_of(weight_format), -(-GROUP_FORMATS[HELD_AS[weight_format]].bytes // 64)
         return Step(
-            form.size, form.bytes, 1, lambda b, sums, w, xs, odd: integer_step(b, weight_format, sums, w, xs), lines
+            form.size,
+            form.bytes,
+            1,
+            lambda b, sums, w, xs, odd: integer_step(b, weight_format, sums, w, xs),
+            lines,
+            max(LINES_AHEAD, -(-lines // CUTS)),
         )
     return {
         FLOAT32: Step(1, 4, 4, _float32),

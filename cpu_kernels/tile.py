@@ -19,7 +19,8 @@ one below the other. Meanwhile it asks for memory that will be read later: in ea
 panels, `ahead_stride` bytes further each step of a segment (or of all blocks, where a block is one segment). In segment
 g of the group that starts with panel p, in cut c, it starts at
     ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward + c * ahead_cut
-Where a step reads several lines of a panel, it asks for those lines of the next group of panels instead.
+Where a step reads several lines of a panel and there is one cut, it asks for those lines of the next group of panels
+instead.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ ARGUMENTS = (
 
 
 class _TileEmitter:
-    """Writes the body of one tile function of `rows` rows and `width` panels."""
+    """Writes the body of one tile function of `rows` rows and `width` panels; the tallest tile has `tallest` rows."""
 
-    def __init__(self, function: ir.Function, step: Step, rows: int, width: int) -> None:
+    def __init__(self, function: ir.Function, step: Step, rows: int, width: int, tallest: int) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.arguments = dict(zip(ARGUMENTS, function.args, strict=True))
         self.step, self.rows, self.width = step, rows, width
+        self.always_alone = 2 * rows <= tallest  # more than the tallest are cut evenly: in no more than halves
 
     def offset(self, pointer: Any, byte_offset: Any) -> Any:
         return self.builder.gep(pointer, [byte_offset], source_etype=BYTE)
@@ -70,6 +72,19 @@ class _TileEmitter:
 
     def emit(self) -> None:
         builder, a = self.builder, self.arguments
+        if self.step.lines and not self.always_alone:
+            with builder.if_else(builder.icmp_signed("==", a["cuts"], INT64(1))) as (alone, together):
+                with alone:
+                    self.cuts(alone=True)
+                with together:
+                    self.cuts(alone=False)
+        else:
+            self.cuts(alone=self.step.lines > 0)
+        builder.ret_void()
+
+    def cuts(self, alone: bool) -> None:
+        """All cuts; `alone`: there is one."""
+        builder, a, self.alone = self.builder, self.arguments, alone
 
         def cut(index: Any, current: Sequence[Any]) -> Values:
             self.cut = index
@@ -80,7 +95,6 @@ class _TileEmitter:
             return []
 
         loop(builder, a["cuts"], [], cut)
-        builder.ret_void()
 
     def in_cut(self, base: str, stride: str) -> Any:
         """Where the cut's rows begin in a matrix."""
@@ -189,14 +203,15 @@ class _TileEmitter:
         return [*carried[:2], *carried[3:]]
 
     def ask(self, ahead: Any, following: Values) -> None:
-        """Ask for what is read later: lines for each panel from `ahead` on, or all lines of a step of `following`."""
-        builder = self.builder
-        places = [self.offset(panel, INT64(64 * line)) for panel in following for line in range(self.step.lines)]
-        if not self.step.lines:
-            lines = range(self.width * self.step.lines_ahead)
-            places = [builder.inttoptr(builder.add(ahead, INT64(64 * line)), POINTER) for line in lines]
+        """Ask for what is read later: lines for each panel from `ahead` on, or, where a single cut has to ask for
+        everything, all lines of a step of `following`."""
+        if self.alone:
+            places = [self.offset(panel, INT64(64 * line)) for panel in following for line in range(self.step.lines)]
+        else:
+            lines = [INT64(64 * line) for line in range(self.width * self.step.lines_ahead)]
+            places = [self.builder.inttoptr(self.builder.add(ahead, line), POINTER) for line in lines]
         for place in places:
-            prefetch(builder, place)
+            prefetch(self.builder, place)
 
     def write(self, sums: list[Values], column: Any) -> None:
         """Add bias and what is there, where asked to, and store; `column` is the group's offset in bytes."""
@@ -234,7 +249,8 @@ def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
         for rows, widths in enumerate(isa.tiles[weight_format], start=1):
             for width in widths:
                 function = ir.Function(module, kind, tile_name(weight_format, rows, width))
-                _TileEmitter(function, step_of(weight_format), rows, width).emit()
+                tallest = len(isa.tiles[weight_format])
+                _TileEmitter(function, step_of(weight_format), rows, width, tallest).emit()
         if weight_format in isa.unpacked:
             emit_unpack(module, weight_format, isa.unpacked[weight_format])
         if weight_format in HELD_AS:
