@@ -16,7 +16,7 @@ from llvmlite import ir
 from .emit import BYTE, Values
 from .groups import GROUP_FORMATS, GroupFormat
 from .isa import host_has_half
-from .memory import INT64
+from .memory import INT64, prefetch
 from .vectors import FLOATS, INTS, LANES, float_constant, int_constant, multiply_add, splat_value
 
 HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -106,10 +106,21 @@ def _signed_weights(builder: Any, group: GroupFormat, pointer: Any, scale: Any) 
             yield builder.fmul(builder.sitofp(code, FLOATS), scale)
 
 
-def grouped_step(builder: Any, weight_format: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
+def ask_line(builder: Any, panels: Values, offset: Any, distance: Any) -> None:
+    """Ask for the line that is `distance` bytes, if any, behind the one at `offset` of each panel."""
+    if distance is not None:
+        for panel in panels:
+            prefetch(builder, builder.gep(panel, [builder.add(offset, distance)], source_etype=BYTE))
+
+
+def grouped_step(
+    builder: Any, weight_format: int, sums: list[Values], panels: Values, xs: Values, distance: Any = None
+) -> list[Values]:
     """sums[r][p] += x[r, k] * w[p, k] for the k of one group."""
     group = GROUP_FORMATS[weight_format]
     for k, weights in enumerate(zip(*(group_weights(builder, group, panel) for panel in panels), strict=True)):
+        if k < group.lines:
+            ask_line(builder, panels, INT64(64 * k), distance)
         out = []
         for row, x in zip(sums, xs, strict=True):
             scalar = builder.load(builder.gep(x, [INT64(4 * k)], source_etype=BYTE), align=4, typ=ir.FloatType())

@@ -91,6 +91,11 @@ class GroupFormat:
         """One group of 16 columns."""
         return self.codes_bytes + self.scale_bytes * (1 + self.has_least)
 
+    @property
+    def lines(self) -> int:
+        """Cache lines of those."""
+        return -(-self.bytes // 64)
+
 
 GROUP_FORMATS = {
     INT8: GroupFormat(8, 32, np.float16, False),

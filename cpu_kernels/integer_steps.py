@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from .activations import CodeForm, form_of
 from .emit import BYTE, Values, loop
-from .group_steps import group_scales
+from .group_steps import ask_line, group_scales
 from .groups import GroupFormat, group_of
 from .isa import host_pair_bits
 from .memory import INT64
@@ -86,6 +86,7 @@ class _IntegerStep:
     xs: Values
     words: int
     parts: int
+    distance: Any
 
     def at(self, pointer: Any, offset: int) -> Any:
         return self.builder.gep(pointer, [INT64(offset)], source_etype=BYTE)
@@ -93,6 +94,8 @@ class _IntegerStep:
     def emit(self, sums: list[Values]) -> list[Values]:
         builder, width = self.builder, len(self.panels)
         counted = self.code_sums()
+        for line in range(self.group.words, self.group.lines):  # scales; a word of all columns is a line
+            ask_line(builder, self.panels, INT64(64 * line), self.distance)
         scales = [group_scales(builder, self.group, panel) for panel in self.panels]
         out = []
         for r, row in enumerate(sums):
@@ -143,6 +146,7 @@ class _IntegerStep:
     def word(self, index: Any, sums: Sequence[Any]) -> Values:
         """Add the products of word `index` of all columns, one place after the other; no sums: these are the first."""
         builder, out = self.builder, list(sums)
+        ask_line(builder, self.panels, builder.mul(index, INT64(64)), self.distance)
         columns = [builder.gep(panel, [builder.mul(index, INT64(64))], source_etype=BYTE) for panel in self.panels]
         places = [self.at(column, 4 * self.words * part) for column in columns for part in range(self.parts)]
         raw = [builder.load(place, align=4, typ=halves(self.words)) for place in places]
@@ -180,8 +184,10 @@ def code_places(builder: Any, group: GroupFormat, form: CodeForm, raw: Any, word
         yield value if 0xFFFF >> shift == mask else builder.and_(value, constant(halves(words), mask))
 
 
-def integer_step(builder: Any, read_as: int, sums: list[Values], panels: Values, xs: Values) -> list[Values]:
+def integer_step(
+    builder: Any, read_as: int, sums: list[Values], panels: Values, xs: Values, distance: Any = None
+) -> list[Values]:
     """sums[r][p] += x[r, k] * w[p, k] for the k of one group; `xs` point to groups of activations in codes."""
     words = (host_pair_bits() or 32 * LANES) // 32
-    step = _IntegerStep(builder, group_of(read_as), form_of(read_as), panels, xs, words, LANES // words)
+    step = _IntegerStep(builder, group_of(read_as), form_of(read_as), panels, xs, words, LANES // words, distance)
     return step.emit(sums)

@@ -29,18 +29,18 @@ _LOW_HALF, _HIGH_HALF = 0x0000FFFF, 0xFFFF0000 - (1 << 32)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one step over k is computed. `emit(builder, sums, weights, xs, odd)` returns the new sums.
+    """How one step over k is computed. `emit(builder, sums, weights, xs, odd, distance)` returns the new sums.
 
     `weights` are pointers to each panel's 16 lanes, `xs` pointers to each row's next activation, `sums[r][p]` vectors;
     `odd`: the step's second k does not exist. `x_bytes` is what a step takes of a row of x. `lines`: cache lines
-    of a panel that it reads, where a tile of a single cut shall ask for those of the next panels one by one; else
-    `lines_ahead` are how many it asks for from the address on that it is given.
+    of a panel that it reads, where it can ask for the line that lies `distance` bytes behind each of them; where not,
+    or with None as distance, the tile asks for `lines_ahead` from the address on that it is given.
     """
 
     k_per_step: int
     x_bytes: int
     unroll: int
-    emit: Callable[[Any, list[Values], Values, Values, bool], list[Values]]
+    emit: Callable[[Any, list[Values], Values, Values, bool, Any], list[Values]]
     lines: int = 0
     lines_ahead: int = 1
 
@@ -52,26 +52,26 @@ def step_of(weight_format: int) -> Step:
             form.size,
             form.bytes,
             1,
-            lambda b, sums, w, xs, odd: integer_step(b, weight_format, sums, w, xs),
+            lambda b, sums, w, xs, odd, distance: integer_step(b, weight_format, sums, w, xs, distance),
             lines_ahead=LINES_AHEAD,
         )
     if weight_format in GROUP_FORMATS:
-        size, lines = GROUP_FORMATS[weight_format].size, -(-GROUP_FORMATS[weight_format].bytes // 64)
+        size, lines = GROUP_FORMATS[weight_format].size, GROUP_FORMATS[weight_format].lines
         return Step(
             size,
             4 * size,
             1,
-            lambda b, sums, w, xs, odd: grouped_step(b, weight_format, sums, w, xs),
+            lambda b, sums, w, xs, odd, distance: grouped_step(b, weight_format, sums, w, xs, distance),
             lines,
             LINES_AHEAD,
         )
     if weight_format in HELD_AS:
-        form, lines = form_of(weight_format), -(-GROUP_FORMATS[HELD_AS[weight_format]].bytes // 64)
+        form, lines = form_of(weight_format), GROUP_FORMATS[HELD_AS[weight_format]].lines
         return Step(
             form.size,
             form.bytes,
             1,
-            lambda b, sums, w, xs, odd: integer_step(b, weight_format, sums, w, xs),
+            lambda b, sums, w, xs, odd, distance: integer_step(b, weight_format, sums, w, xs, distance),
             lines,
             max(LINES_AHEAD, -(-lines // CUTS)),
         )
@@ -101,16 +101,16 @@ def _accumulate(builder: Any, sums: list[Values], weights: Values, xs: Values, k
     return out
 
 
-def _float32(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+def _float32(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool, _: Any) -> list[Values]:
     return _accumulate(builder, sums, [builder.load(w, align=4, typ=FLOATS) for w in weights], xs, 0)
 
 
-def _float16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+def _float16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool, _: Any) -> list[Values]:
     halves = [builder.load(w, align=2, typ=HALVES) for w in weights]
     return _accumulate(builder, sums, [builder.fpext(half, FLOATS) for half in halves], xs, 0)
 
 
-def _codes(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+def _codes(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool, _: Any) -> list[Values]:
     wide = [builder.sext(builder.load(w, align=1, typ=CODE_LANES), INTS) for w in weights]
     return _accumulate(builder, sums, [builder.sitofp(codes, FLOATS) for codes in wide], xs, 0)
 
@@ -130,7 +130,7 @@ def bfloat16_pair(builder: Any, pointer: Any) -> tuple[Any, Any]:
     return _low(builder, pair), _high(builder, pair)
 
 
-def _bfloat16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+def _bfloat16(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool, _: Any) -> list[Values]:
     pairs = [builder.load(w, align=4, typ=INTS) for w in weights]
     sums = _accumulate(builder, sums, [_low(builder, pair) for pair in pairs], xs, 0)
     return sums if odd else _accumulate(builder, sums, [_high(builder, pair) for pair in pairs], xs, 1)
@@ -163,7 +163,7 @@ def _dot_operands(builder: Any, weights: Values, xs: Values, odd: bool) -> tuple
     return pairs, [splat_value(builder, builder.load(x, align=4, typ=ir.IntType(32))) for x in xs]
 
 
-def _dot(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+def _dot(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool, _: Any) -> list[Values]:
     """VDPBF16PS: sum += low * low + high * high in every lane."""
     kind = ir.FunctionType(FLOATS, [FLOATS, PAIRS, PAIRS])
     function = _declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
@@ -176,7 +176,7 @@ def _dot(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: boo
     return out
 
 
-def _emulated_dot(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool) -> list[Values]:
+def _emulated_dot(builder: Any, sums: list[Values], weights: Values, xs: Values, odd: bool, _: Any) -> list[Values]:
     """The same with two multiply-adds, for processors without the instruction."""
     pairs, rows = _dot_operands(builder, weights, xs, odd)
     panels = [(_low(builder, pair), _high(builder, pair)) for pair in pairs]

@@ -19,8 +19,8 @@ one below the other. Meanwhile it asks for memory that will be read later: in ea
 panels, `ahead_stride` bytes further each step of a segment (or of all blocks, where a block is one segment). In segment
 g of the group that starts with panel p, in cut c, it starts at
     ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward + c * ahead_cut
-Where a step reads several lines of a panel and there is one cut, it asks for those lines of the next group of panels
-instead.
+Where a step reads several lines of a panel and there is one cut, it asks for each as it reads the same line of a panel
+before, `distance` bytes ahead: of the next group of panels, or, where those are long, near in the same ones.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ ARGUMENTS = (
     "ahead_table", "ahead_step", "ahead_segment_step", "ahead_offset", "ahead_forward", "ahead_stride",
     "ahead_cut",
 )  # fmt: skip
+
+
+FAR = 64 * 1024  # bytes that surely stay in the second level
+NEAR = 4 * 1024
 
 
 # -- the tile ---------------------------------------------------------------------------------------------------------
@@ -174,7 +178,7 @@ class _TileEmitter:
             start = builder.load(builder.inttoptr(entry, POINTER), align=8, typ=INT64)
             start = builder.add(start, builder.add(offset, builder.mul(a["panel_stride"], INT64(p))))
             panels.append(builder.inttoptr(start, POINTER))
-        following = [self.offset(panel, builder.mul(a["panel_stride"], INT64(self.width))) for panel in panels]
+        distance = self.distance() if self.alone else None
         steps = builder.sdiv(k, INT64(step.k_per_step)) if step.k_per_step > 1 else k
         unrolled = builder.sdiv(steps, INT64(step.unroll))
         rest = builder.sub(steps, builder.mul(unrolled, INT64(step.unroll)))
@@ -184,10 +188,11 @@ class _TileEmitter:
                 x_at, ahead, w_at, *flat = current
                 nested = self.nested(flat)
                 for _ in range(repeat):
-                    self.ask(ahead, [self.offset(panel, w_at) for panel in following])
+                    if not self.alone:
+                        self.ask(ahead)
                     weights = [self.offset(panel, w_at) for panel in panels]
                     xs = [self.offset(row, x_at) for row in self.x_rows]
-                    nested = step.emit(builder, nested, weights, xs, half)
+                    nested = step.emit(builder, nested, weights, xs, half, distance)
                     x_at = builder.add(x_at, INT64(step.x_bytes))
                     w_at = builder.add(w_at, a["step_stride"])
                     ahead = builder.add(ahead, a["ahead_stride"])
@@ -202,16 +207,16 @@ class _TileEmitter:
             carried = loop(builder, builder.and_(k, INT64(1)), carried, steps_body(1, half=True))
         return [*carried[:2], *carried[3:]]
 
-    def ask(self, ahead: Any, following: Values) -> None:
-        """Ask for what is read later: lines for each panel from `ahead` on, or, where a single cut has to ask for
-        everything, all lines of a step of `following`."""
-        if self.alone:
-            places = [self.offset(panel, INT64(64 * line)) for panel in following for line in range(self.step.lines)]
-        else:
-            lines = [INT64(64 * line) for line in range(self.width * self.step.lines_ahead)]
-            places = [self.builder.inttoptr(self.builder.add(ahead, line), POINTER) for line in lines]
-        for place in places:
-            prefetch(self.builder, place)
+    def distance(self) -> Any:
+        """How far ahead a single cut asks: to the next group of panels, if that stays in the second level till then."""
+        builder, a = self.builder, self.arguments
+        far = builder.mul(a["panel_stride"], INT64(self.width))
+        return builder.select(builder.icmp_signed(">", far, INT64(FAR)), INT64(NEAR), far)
+
+    def ask(self, ahead: Any) -> None:
+        """Ask for what is read later: lines for each panel from `ahead` on."""
+        for line in range(self.width * self.step.lines_ahead):
+            prefetch(self.builder, self.builder.inttoptr(self.builder.add(ahead, INT64(64 * line)), POINTER))
 
     def write(self, sums: list[Values], column: Any) -> None:
         """Add bias and what is there, where asked to, and store; `column` is the group's offset in bytes."""
