@@ -7,11 +7,12 @@
 
 Every figure is the median of `repeats` launches (and the best one), each a step of a program made of many copies of one
 operation on weights, or keys and values, of its own, so that nothing comes out of a cache that would not in a model.
-The two columns of percentages are shares of the multiply-adds and of the read bandwidth that this process measured just
-before (of codes of 16 or 8 bits where activations are such, from registers, without unpacking or scales, else of
-float32); the larger of the two says how close to the roof a kernel is. With other work on the machine the
-figures mean little: compare best and median. On a busy machine `--clock cpu --threads 1` says what a thread takes while
-it has a processor, and formats can be compared with each other, though not with the roof.
+The two columns of percentages are shares of the multiply-adds and of the read bandwidth (of codes of 16 or 8 bits where
+activations are such, from registers, without unpacking or scales, else of float32); the larger of the two says how
+close to the roof a kernel is. The roof is measured for some 10 ms before and after each launch, as a machine shared
+with others changes its speed within seconds, and a share is the median of the launches' own. On a busy machine `--clock
+cpu --threads 1` says what a thread takes while it has a processor, and formats can be compared with each other, though
+not with the roof.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.cpu_kernels.roofline import Roofline
 from kvpool.model.backend import BackendLimits
@@ -164,13 +166,19 @@ class Bench:
     repeats: int
     clock: Callable[[], float] = time.perf_counter
     activations: str = "auto"
-    rates: Mapping[int, float] = field(default_factory=dict)
-    read_bytes: float = 0.0
+    roofline: Roofline = field(init=False)
 
-    def measure_roof(self) -> None:
-        roofline = Roofline(self.threads)
-        self.rates, self.read_bytes = arithmetic_rates(roofline), roofline.read_bytes()
-        print(f"roof: {described(self.rates)}, {self.read_bytes / 1e9:.1f} GB/s read")
+    def __post_init__(self) -> None:
+        self.roofline = Roofline(self.threads)
+
+    def show_roof(self) -> None:
+        rates, read = arithmetic_rates(self.roofline), self.roofline.read_bytes()
+        print(f"roof at best: {described(rates)}, {read / 1e9:.1f} GB/s read")
+
+    def roof(self, work: Mapping[int, float], read: float) -> NDArray[np.float64]:
+        """Seconds that this work, and reading so many bytes, would take at this moment."""
+        arithmetic = sum(count / self.roofline.ops_now(bits) for bits, count in work.items())
+        return np.array([arithmetic, read / self.roofline.read_bytes_now()])
 
     def backend(self, program: Program, dtype: str, rows: int, sequences: int, kv_dtype: str = "auto") -> CpuBackend:
         limits = BackendLimits(BLOCK_SIZE, max(sequences, 1), max(rows, 1), 8192)
@@ -178,19 +186,24 @@ class Bench:
         return CpuBackend(program, Filled(program), limits, **formats, threads=self.threads)
 
     def report(self, name: str, backend: CpuBackend, batch: StepBatch, work: Mapping[int, float], read: float) -> None:
-        """Median and best time of a step, and the shares of the roof that the best one reached; `work`: operations by
-        the bits of what they multiply."""
-        times = []
+        """Median and best time of a step, and the shares of the roof that the steps reached; `work`: operations by the
+        bits of what they multiply."""
+        times, shares = [], []
+        before = self.roof(work, read)
         for _ in range(self.repeats + 1):
             start = self.clock()
             backend.launch(batch)
             backend.collect()
             times.append(self.clock() - start)
-        median, best = statistics.median(times[1:]), min(times[1:])
-        flops, least = sum(work.values()), sum(count / self.rates[bits] for bits, count in work.items())
+            after = self.roof(work, read)
+            shares.append((before + after) / 2 / times[-1])
+            before = after
+        median, best, flops = statistics.median(times[1:]), min(times[1:]), sum(work.values())
+        of_peak, of_read = np.median(shares[1:], axis=0)
         print(
-            f"{name:<44} {median * 1e3:9.2f} ms  best {best * 1e3:9.2f}  {flops / best / 1e9:7.1f} GFLOP/s "
-            f"{least / best:5.0%}  {read / best / 1e9:6.1f} GB/s {read / best / self.read_bytes:5.0%}"
+            f"{name:<44} {median * 1e3:9.2f} ms  best {best * 1e3:9.2f}  {flops / median / 1e9:7.1f} GFLOP/s "
+            f"{of_peak:5.0%}  {read / median / 1e9:6.1f} GB/s {of_read:5.0%}",
+            flush=True,
         )
 
     def linear(self, shape: str, dtype: str, rows: Sequence[int]) -> None:
@@ -283,14 +296,14 @@ def main() -> int:
     print(f"python -m bench.kernels --threads {options.threads} --repeats {options.repeats}")
     rows = [int(count) for count in options.rows.split(",")]
     for dtype in options.dtypes.split(",") if {"linear", "model"} & set(options.only.split(",")) else []:
-        bench.measure_roof()
+        bench.show_roof()
         if "linear" in options.only:
             for shape in options.shapes.split(","):
                 bench.linear(shape, dtype, rows)
         if "model" in options.only:
             bench.model(options.model, dtype)
     if "attention" in options.only:
-        bench.measure_roof()
+        bench.show_roof()
         for kv_dtype in options.kv.split(","):
             bench.attention(kv_dtype)
     return 0

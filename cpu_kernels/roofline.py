@@ -24,8 +24,6 @@ CHAINS = 6
 READS = 4
 WINDOW = 1 << 25  # bytes of one run
 
-Function = Callable[[int, int], None]
-
 
 def _peak_body(builder: ir.IRBuilder, address: Any, count: Any) -> list[Any]:
     factor, addend = float_constant(0.999), float_constant(0.001)
@@ -82,6 +80,10 @@ BODIES = {
 }
 
 
+PEAKS = {32: ("fma_peak", 1), 16: ("pairs_peak", 2), 8: ("byte_pairs_peak", 4)}
+"""By the bits of what is multiplied: the function, and its products in a lane of 32 bits."""
+
+
 def _module() -> ir.Module:
     """A function(address, count) of each of BODIES: the sums are stored so that nothing is dropped."""
     module = ir.Module("kvpool_roofline")
@@ -99,8 +101,9 @@ def _module() -> ir.Module:
 
 
 class Roofline:
-    """Measures on `num_threads` threads at once. Every figure is the best of many short runs, because a run that shares
-    its processor with another process says nothing about the processor."""
+    """Measures on `num_threads` threads at once. `flops`, `code_ops` and `read_bytes` are the best of many short runs:
+    one that shares its processor with another process says nothing about the processor. `ops_now` and `read_bytes_now`
+    are means over some 10 ms, to put beside what is measured right before or after, under the same conditions."""
 
     def __init__(self, num_threads: int, buffer_bytes: int = 1 << 28) -> None:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -108,33 +111,50 @@ class Roofline:
         self._functions = {name: kind(address) for name, address in addresses.items()}
         self._num_threads = num_threads
         self._buffers = [_aligned(buffer_bytes // num_threads // WINDOW * WINDOW) for _ in range(num_threads)]
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._next_window = 0
 
     def flops(self) -> float:
         """float32 operations per second (a multiply-add is two)."""
-        return self._peak("fma_peak", 1)
+        return max(self._peaks(32, 50))
 
     def code_ops(self, bits: int) -> float:
         """The same of codes of 16 or 8 bits."""
-        return self._peak("pairs_peak", 2) if bits == 16 else self._peak("byte_pairs_peak", 4)
+        return max(self._peaks(bits, 50))
 
-    def _peak(self, name: str, products: int) -> float:
-        """Operations per second where a lane of 32 bits takes so many products."""
-        count = 1_000_000
-        return self._rate(self._functions[name], [0] * 50, count, 2.0 * products * LANES * CHAINS * count)
+    def ops_now(self, bits: int) -> float:
+        """The same of floats (32) or codes (16 or 8 bits), as it is at this moment."""
+        return _mean(self._peaks(bits, 4))
 
     def read_bytes(self) -> float:
         """Bytes per second read from memory: window after window of a buffer that no cache holds."""
-        windows = list(range(0, self._buffers[0].nbytes, WINDOW))
-        return self._rate(self._functions["read_all"], windows * 4, WINDOW // (64 * READS), float(WINDOW))
+        return max(self._reads(4 * self._buffers[0].nbytes // WINDOW))
 
-    def _rate(self, function: Function, offsets: Sequence[int], count: int, amount: float) -> float:
-        best = np.inf
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            for offset in offsets:
-                start = time.perf_counter()
-                list(pool.map(lambda buffer, at=offset: function(buffer.ctypes.data + at, count), self._buffers))
-                best = min(best, time.perf_counter() - start)
-        return float(amount * self._num_threads / best)
+    def read_bytes_now(self) -> float:
+        return _mean(self._reads(4))
+
+    def _peaks(self, bits: int, runs: int) -> list[float]:
+        count, (name, products) = 1_000_000, PEAKS[bits]
+        return self._rates(name, [0] * runs, count, 2.0 * products * LANES * CHAINS * count)
+
+    def _reads(self, runs: int) -> list[float]:
+        numbers = range(self._next_window, self._next_window + runs)
+        self._next_window += runs
+        offsets = [number * WINDOW % self._buffers[0].nbytes for number in numbers]
+        return self._rates("read_all", offsets, WINDOW // (64 * READS), float(WINDOW))
+
+    def _rates(self, name: str, offsets: Sequence[int], count: int, amount: float) -> list[float]:
+        function, rates = self._functions[name], []
+        for offset in offsets:
+            start = time.perf_counter()
+            list(self._pool.map(lambda buffer, at=offset: function(buffer.ctypes.data + at, count), self._buffers))
+            rates.append(amount * self._num_threads / (time.perf_counter() - start))
+        return rates
+
+
+def _mean(rates: Sequence[float]) -> float:
+    """Of runs of equal work, one after the other."""
+    return len(rates) / sum(1 / rate for rate in rates)
 
 
 def _aligned(size: int) -> NDArray[np.uint8]:
