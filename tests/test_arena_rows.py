@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import deque
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,15 @@ def piece_of(row: np.ndarray) -> memoryview:
 def copy_of(buffers: RowBuffers, row: np.ndarray) -> np.ndarray:
     (copy,) = buffers.copies([piece_of(row)])
     return copy
+
+
+def take_or_close(arena: Arena, reader: BulkReader, places: list[tuple[int, int]]) -> None:
+    """As a client does: it closes the arena while the error is handled, when nothing may refer to it any more."""
+    try:
+        reader.take_rows(places)
+    except BaseException:
+        arena.close()
+        raise
 
 
 def test_rows_of_a_reader_that_keeps_up_lie_in_one_place() -> None:
@@ -127,7 +137,16 @@ def test_rows_that_are_taken_together_are_each_their_own_and_all_given_back() ->
 def test_no_row_can_lie_before_or_in_another_or_outside(second: tuple[int, int]) -> None:
     arena, fd = Arena.create(Layout(128, PAGE_BYTES, REGION_BYTES))
     os.close(fd)
-    reader = BulkReader(arena)
     with pytest.raises(ProtocolError, match=r"arena\.bulk: no piece"):
-        reader.take_rows([(0, 128), second])
-    arena.close()
+        take_or_close(arena, BulkReader(arena), [(0, 128), second])
+
+
+def test_an_arena_can_be_closed_when_there_is_no_memory_for_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, fd = Arena.create(Layout(128, PAGE_BYTES, REGION_BYTES))
+    os.close(fd)
+    writer, reader = BulkWriter(arena), BulkReader(arena)
+    place = writer.put(ROW, Teller.RING)
+    assert place is not None
+    monkeypatch.setattr(RowBuffers, "_take", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        take_or_close(arena, reader, [place])

@@ -147,26 +147,33 @@ class BulkReader:
 
     def take(self, begin: int, num_bytes: int) -> bytes:
         """Copy a piece out and give its place back. Raises ProtocolError for a place that cannot be."""
-        piece = bytes(self._at(begin, num_bytes, self._tail))
+        offset = self._offset(begin, num_bytes, self._tail)
+        piece = bytes(self._region[offset : offset + num_bytes])
         self._give_back(begin + num_bytes)
         return piece
 
     def take_rows(self, places: Sequence[tuple[int, int]]) -> list[NDArray[np.float32]]:
         """The same for rows of float32, in the order in which they lie there: each read-only, in a buffer that earlier
         rows may have used."""
-        pieces, end = [], self._tail
+        offsets, end = [], self._tail
         for begin, num_bytes in places:
-            pieces.append(self._at(begin, num_bytes, end))
+            offsets.append(self._offset(begin, num_bytes, end))
             end = begin + num_bytes
-        rows = self._buffers.copies(pieces)
+        pieces = [self._region[at : at + size] for at, (_, size) in zip(offsets, places, strict=True)]
+        try:
+            rows = self._buffers.copies(pieces)
+        finally:
+            for piece in pieces:  # an error that is being handled would keep them, and with them the arena open
+                piece.release()
         self._give_back(end)
         return rows
 
-    def _at(self, begin: int, num_bytes: int, least: int) -> memoryview:
+    def _offset(self, begin: int, num_bytes: int, least: int) -> int:
+        """Where in the region a piece lies."""
         offset = begin % len(self._region)
         if begin < least or offset + num_bytes > len(self._region):
             raise ProtocolError(f"no piece of {num_bytes} bytes can lie at {begin}", field="arena.bulk")
-        return self._region[offset : offset + num_bytes]
+        return offset
 
     def _give_back(self, tail: int) -> None:
         self._words[BULK_TAIL] = self._tail = tail
