@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from kvpool.client import Client
 from kvpool.client.arena.arena import Arena
 from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller
-from kvpool.client.wire.protocol import (
-    TokenBatch,
-)
+from kvpool.client.wire.protocol import TokenBatch
 from kvpool.daemon.engine.engine import Output
 from kvpool.daemon.engine.prompt_rows import Rows
 from kvpool.daemon.engine.request import Fresh, Request

@@ -18,6 +18,7 @@ not with the roof.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import time
@@ -122,7 +123,7 @@ def step(num_sequences: int, queries: int, context: int, shared: int = 0) -> Ste
 
 def arithmetic_rates(roofline: Roofline) -> dict[int, float]:
     """Operations per second by the bits of what is multiplied: 32: float32; 16 and 8: codes."""
-    return {32: roofline.flops(), 16: roofline.code_ops(16), 8: roofline.code_ops(8)}
+    return {bits: roofline.ops(bits) for bits in (32, 16, 8)}
 
 
 def described(rates: Mapping[int, float]) -> str:
@@ -293,7 +294,7 @@ def main() -> int:
     bench = Bench(options.threads, options.repeats, activations=options.activations)
     if options.clock == "cpu":
         bench.clock = time.process_time
-    print(f"python -m bench.kernels --threads {options.threads} --repeats {options.repeats}")
+    print("python -m bench.kernels " + shlex.join(sys.argv[1:]))
     rows = [int(count) for count in options.rows.split(",")]
     for dtype in options.dtypes.split(",") if {"linear", "model"} & set(options.only.split(",")) else []:
         bench.show_roof()

@@ -21,7 +21,7 @@ STRETCH = 8 * CHAIN  # k that many rows go through before the next
 UNPACKED_STRETCH = 8 * CHAIN
 BLOCK_BYTES = 192 * 1024  # of x: what stays in L2 beside the weights
 BLOCK_ROWS = 80  # most rows in a block that needs memory of its own, for totals or rounding
-NEAR = 1024  # bytes that a tile without company asks ahead of what it reads
+NEAR = 1024  # bytes ahead of what it reads that a tile asks for, where each of its steps asks for a line
 ROW_GROUP = 96  # rows are divided only when the panels alone cannot occupy the threads
 
 

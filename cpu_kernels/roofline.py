@@ -101,9 +101,9 @@ def _module() -> ir.Module:
 
 
 class Roofline:
-    """Measures on `num_threads` threads at once. `flops`, `code_ops` and `read_bytes` are the best of many short runs:
-    one that shares its processor with another process says nothing about the processor. `ops_now` and `read_bytes_now`
-    are means over some 10 ms, to put beside what is measured right before or after, under the same conditions."""
+    """Measures on `num_threads` threads at once. `ops` and `read_bytes` are the best of many short runs: one that
+    shares its processor with another process says nothing about the processor. `ops_now` and `read_bytes_now` are means
+    over some 10 ms, to put beside what is measured right before or after, under the same conditions."""
 
     def __init__(self, num_threads: int, buffer_bytes: int = 1 << 28) -> None:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -114,16 +114,12 @@ class Roofline:
         self._pool = ThreadPoolExecutor(num_threads)
         self._next_window = 0
 
-    def flops(self) -> float:
-        """float32 operations per second (a multiply-add is two)."""
-        return max(self._peaks(32, 50))
-
-    def code_ops(self, bits: int) -> float:
-        """The same of codes of 16 or 8 bits."""
+    def ops(self, bits: int) -> float:
+        """Operations per second (a multiply-add is two) of floats (32 bits) or codes (16 or 8)."""
         return max(self._peaks(bits, 50))
 
     def ops_now(self, bits: int) -> float:
-        """The same of floats (32) or codes (16 or 8 bits), as it is at this moment."""
+        """The same as it is at this moment."""
         return _mean(self._peaks(bits, 4))
 
     def read_bytes(self) -> float:

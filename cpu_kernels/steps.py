@@ -27,6 +27,9 @@ HALVES, CODE_LANES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntTy
 _LOW_HALF, _HIGH_HALF = 0x0000FFFF, 0xFFFF0000 - (1 << 32)
 
 
+Emit = Callable[[Any, list[Values], Values, Values, bool, Any], list[Values]]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """How one step over k is computed. `emit(builder, sums, weights, xs, odd, distance)` returns the new sums.
@@ -40,41 +43,26 @@ class Step:
     k_per_step: int
     x_bytes: int
     unroll: int
-    emit: Callable[[Any, list[Values], Values, Values, bool, Any], list[Values]]
+    emit: Emit
     lines: int = 0
     lines_ahead: int = 1
 
 
 def step_of(weight_format: int) -> Step:
-    if weight_format in SPREAD_FORMATS:
-        form = form_of(weight_format)
-        return Step(
-            form.size,
-            form.bytes,
-            1,
-            lambda b, sums, w, xs, odd, distance: integer_step(b, weight_format, sums, w, xs, distance),
-            lines_ahead=LINES_AHEAD,
-        )
+    if weight_format in HELD_AS or weight_format in SPREAD_FORMATS:
+        form, held = form_of(weight_format), HELD_AS.get(weight_format)
+
+        def integer(b: Any, sums: list[Values], w: Values, xs: Values, odd: bool, distance: Any) -> list[Values]:
+            return integer_step(b, weight_format, sums, w, xs, distance)
+
+        return _group_step(form.size, form.bytes, integer, 0 if held is None else GROUP_FORMATS[held].lines)
     if weight_format in GROUP_FORMATS:
-        size, lines = GROUP_FORMATS[weight_format].size, GROUP_FORMATS[weight_format].lines
-        return Step(
-            size,
-            4 * size,
-            1,
-            lambda b, sums, w, xs, odd, distance: grouped_step(b, weight_format, sums, w, xs, distance),
-            lines,
-            LINES_AHEAD,
-        )
-    if weight_format in HELD_AS:
-        form, lines = form_of(weight_format), GROUP_FORMATS[HELD_AS[weight_format]].lines
-        return Step(
-            form.size,
-            form.bytes,
-            1,
-            lambda b, sums, w, xs, odd, distance: integer_step(b, weight_format, sums, w, xs, distance),
-            lines,
-            max(LINES_AHEAD, -(-lines // CUTS)),
-        )
+
+        def grouped(b: Any, sums: list[Values], w: Values, xs: Values, odd: bool, distance: Any) -> list[Values]:
+            return grouped_step(b, weight_format, sums, w, xs, distance)
+
+        group = GROUP_FORMATS[weight_format]
+        return _group_step(group.size, 4 * group.size, grouped, group.lines)
     return {
         FLOAT32: Step(1, 4, 4, _float32),
         BFLOAT16: Step(2, 8, 2, _bfloat16),
@@ -82,6 +70,10 @@ def step_of(weight_format: int) -> Step:
         CODES: Step(1, 4, 4, _codes),
         BFLOAT16_DOT: Step(2, 4, 2, _dot if host_has_dot() else _emulated_dot),
     }[weight_format]
+
+
+def _group_step(size: int, x_bytes: int, emit: Emit, lines: int) -> Step:
+    return Step(size, x_bytes, 1, emit, lines, max(LINES_AHEAD, -(-lines // CUTS)))
 
 
 def x_unit(weight_format: int) -> tuple[int, int]:

@@ -22,7 +22,6 @@ for the other: a full ring is said to the writer's caller, an empty one to the r
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -149,7 +148,6 @@ class RingReader:
         self._words, self._ring, self._bulk = arena.words, arena.ring, bulk
         self._capacity = arena.layout.ring_records
         self._tail = 0
-        self._rows: deque[Float32] = deque()  # logits whose record is still to be looked at
         self._logits: Float32 | None = None  # of a token whose own record has not come
         self._text = b""  # of a token whose last record has not come
         self._fence = Fence()
@@ -174,11 +172,11 @@ class RingReader:
         tokens: list[tuple[int, TokenEvent]] = []
         try:
             records = list(self._records(tail, head))
-            self._rows.extend(self._take_rows(records))
+            rows = iter(self._take_rows(records))
             for record in records:
                 handle, index, token_id, logprob, sample, flags, text_bytes, text = record
                 if flags & ~HAS_LOGPROB or self._text or self._logits is not None:
-                    self._take_unusual(record, tokens)
+                    self._take_unusual(record, rows, tokens)
                 elif text_bytes > TEXT_BYTES or token_id < 0:
                     raise ProtocolError("a record cannot be read", field="arena.ring")
                 else:
@@ -197,19 +195,19 @@ class RingReader:
 
     def _take_rows(self, records: Iterable[Record]) -> list[Float32]:
         """The logits that `records` tell of, in order."""
-        places = [PLACE.unpack(record[-1]) for record in records if record[5] & LOGITS]
+        places = [PLACE.unpack(text) for *_, flags, _, text in records if flags & LOGITS]
         for _, num_bytes in places:
             if not num_bytes or num_bytes % 4:
                 raise ProtocolError(f"{num_bytes} bytes are no logits", field="arena.ring")
         return self._bulk.take_rows(places) if places else []
 
-    def _take_unusual(self, record: Record, tokens: list[tuple[int, TokenEvent]]) -> None:
-        """Of a token that more than one record tells of."""
+    def _take_unusual(self, record: Record, rows: Iterator[Float32], tokens: list[tuple[int, TokenEvent]]) -> None:
+        """Of a token that more than one record tells of. `rows`: the logits of this record and those after it."""
         handle, index, token_id, logprob, sample, flags, text_bytes, text = record
         if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~(HAS_LOGPROB | TEXT_GOES_ON | LOGITS):
             raise ProtocolError("a record cannot be read", field="arena.ring")
         if flags & LOGITS:
-            self._logits = self._rows.popleft()
+            self._logits = next(rows)
         elif flags & TEXT_GOES_ON:
             self._text += text[:text_bytes]
         else:
