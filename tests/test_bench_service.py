@@ -58,8 +58,9 @@ def test_a_synthetic_load_serves_everything_and_leaves_nothing(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_minute_of_load_leaves_memory_flat(tmp_path: Path) -> None:
-    said = run_bench(tmp_path, "--seconds=60", "--clients=4", "--concurrency=4")
+def test_minutes_of_load_leave_memory_flat(tmp_path: Path) -> None:
+    """The first minute fills what is kept within limits; the second half must begin after that."""
+    said = run_bench(tmp_path, "--seconds=150", "--clients=4", "--concurrency=4")
     growth = float(said.split("second half of the run: ")[1].split(" KiB")[0])
     assert growth < 2048
     assert "left over: nothing" in said
