@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the tests' helpers are no part of the package
 
 from kvpool.client.arena.arena import READER_AWAKE, RING_HEAD, RING_TAIL  # noqa: E402
-from kvpool.client.arena.regions import BulkReader  # noqa: E402
 from kvpool.client.arena.ring import RingReader  # noqa: E402
+from kvpool.client.arena.rows import RowReader  # noqa: E402
 from kvpool.client.stream_state import StreamState  # noqa: E402
 from kvpool.daemon.serving.arenas import SessionArena, layout_for  # noqa: E402
 from kvpool.daemon.serving.delivery import Delivery  # noqa: E402
@@ -95,7 +95,7 @@ class Stages:
         arena = session.arena._arena
         arena.words[READER_AWAKE], arena.words[RING_TAIL] = 1, arena.words[RING_HEAD]
         handles = range(1, len(self.harness.engine.works_on()) // len(self.sessions) + 2)
-        return RingReader(arena, BulkReader(arena)), {handle: StreamState("", 1, None) for handle in handles}
+        return RingReader(arena, RowReader(arena)), {handle: StreamState("", 1, None) for handle in handles}
 
     def close(self) -> None:
         for session in self.sessions:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool.client import Client
 from kvpool.client.arena.arena import Arena
-from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller
+from kvpool.client.arena.rows import RowReader, RowWriter
 from kvpool.client.wire.protocol import TokenBatch
 from kvpool.daemon.engine.engine import Output
 from kvpool.daemon.engine.prompt_rows import Rows
@@ -28,26 +28,27 @@ ROWS_AHEAD = 8  # rows that the daemon may be ahead of the reader
 
 
 def copy_speeds() -> tuple[float, float, float]:
-    """GB/s of a row into memory of its own, into the bulk region, and out of it again, by one process."""
+    """GB/s of a row into memory of its own, into the arena, and to an array of the client's, by one process."""
     layout = layout_for(vocab_size=VOCAB_SIZE, max_model_len=131_072)
-    count = layout.bulk_bytes // (4 * VOCAB_SIZE)
+    count = layout.num_rows
     pages = mmap.mmap(-1, (1 + count) * 4 * VOCAB_SIZE)  # where they begin in a page decides how fast a copy is
     row, *targets = np.frombuffer(pages, np.float32).reshape(-1, VOCAB_SIZE)
     row[:] = np.arange(VOCAB_SIZE)
     arena, fd = Arena.create(layout)
     os.close(fd)
-    writer, reader = BulkWriter(arena), BulkReader(arena)
+    writer, reader = RowWriter(arena), RowReader(arena)
     times: list[list[float]] = [[], [], []]
     for i in range(ROWS):
         marks = [time.perf_counter()]
         np.copyto(targets[i % count], row)
         marks.append(time.perf_counter())
-        place = writer.put(row, Teller.MESSAGE) or (0, 0)
+        place = writer.put(row) or 0
         marks.append(time.perf_counter())
-        reader.take_rows([place])
+        reader.take(place)
         marks.append(time.perf_counter())
         for kind, (begin, end) in enumerate(pairwise(marks)):
             times[kind].append(end - begin)
+    reader.close()
     arena.close()
     plain, into, out = (row.nbytes / statistics.median(kind) / 1e9 for kind in times)
     return plain, into, out

@@ -42,7 +42,7 @@ class Connection:
         self.timeout_s = timeout_s
         self.core = Core(client_name, reconnect_s=reconnect_s, patience_s=timeout_s, arena=arena)
         self._where = where
-        self._changed = threading.Condition(threading.Lock())
+        self._make_lock()
         self._transport: Transport | None = None
         self._poller = select.poll()
         self._bell_fd = -1  # that is polled
@@ -83,7 +83,7 @@ class Connection:
         """The first value that `ready` returns, or what it raises. It is called with the core held, first at once and
         then whenever something changed. Raises Timeout naming `field` and `what` was waited for."""
         try:
-            with self._changed:
+            with self._lock:
                 value = ready()
                 if value is None:
                     value = self._wait_for(ready, timeout_s, field, what)
@@ -91,7 +91,8 @@ class Connection:
                     self._pump_for_others()
                 return value
         finally:
-            self._settle_dropped()
+            if self._dropped:
+                self._settle_dropped()
 
     def _wait_for(self, ready: Callable[[], T | None], timeout_s: float, field: str, what: str) -> T:
         deadline = time.monotonic() + timeout_s
@@ -199,6 +200,10 @@ class Connection:
             if self._driving:
                 self._wake()
 
+    def _make_lock(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
     def _make_wake_fd(self) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
@@ -266,7 +271,7 @@ class Connection:
                 self._changed.release()
 
     def _after_fork(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._make_lock()
         self._driving = False
         self._poller, self._bell_fd = select.poll(), -1
         self._close_wake_fd()

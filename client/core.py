@@ -236,7 +236,8 @@ class Core:
         """The next token of a request, None when none has come yet. Raises its error, or EndOfStream."""
         event = stream.take()
         if event is not None:
-            self._grant(stream)
+            if stream.owes_credit:
+                self._grant(stream)
             return event
         if stream.done:
             stream.raise_if_failed()

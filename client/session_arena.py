@@ -9,6 +9,7 @@ from dataclasses import replace
 from .arena.arena import Arena
 from .arena.regions import BulkReader, UploadWriter
 from .arena.ring import MAX_HANDLE, RingReader
+from .arena.rows import RowReader
 from .stream_state import StreamState
 from .wire.messages import Generate, Submit
 
@@ -24,7 +25,8 @@ class SessionArena:
         self._arena = Arena.open(fd)
         self._upload = UploadWriter(self._arena)
         self.bulk = BulkReader(self._arena)
-        self.ring = RingReader(self._arena, self.bulk)
+        self._rows = RowReader(self._arena)
+        self.ring = RingReader(self._arena, self._rows)
         self.bell_fd = bell_fd
         self._close_bell = weakref.finalize(self, os.close, bell_fd)  # also of a client that is only dropped
         self._streams: dict[int, StreamState] = {}  # by handle
@@ -67,5 +69,6 @@ class SessionArena:
         return bool(tokens)
 
     def close(self) -> None:
+        self._rows.close()
         self._arena.close()
         self._close_bell()

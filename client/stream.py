@@ -36,8 +36,9 @@ class Stream:
 
     @property
     def logits(self) -> NDArray[np.float32] | None:
-        """(vocab_size,) raw logits of the token that was read last, read-only, a copy of its own; with want_logits.
-        Raises ConnectionLost for a token that had to be sent again after a reconnect (its event's logits are None)."""
+        """(vocab_size,) raw logits of the token that was read last, read-only; with want_logits. It is a view of memory
+        that the daemon wrote, and stays as it is as long as the program has it. Raises ConnectionLost for a token that
+        had to be sent again after a reconnect (its event's logits are None)."""
         return self._state.last_row("logits")
 
     @property

@@ -75,6 +75,7 @@ class StreamState:
         self.paused: str | None = None  # the daemon's reason, while it has paused this request
         self.abandoned = False  # nobody will read it; only its end is awaited
         self.on_change: Callable[[], None] = _nothing
+        self.owes_credit = False  # enough was read since the last grant
         self.rows = RequestRows()
         self.wants: frozenset[str] = frozenset()  # kinds of rows that come before each token
         self._last: TokenEvent | None = None  # that was taken
@@ -190,6 +191,8 @@ class StreamState:
             sample = self._samples[event.sample]
             sample.unread -= 1
             sample.ungranted += 1
+            if self.window is not None and sample.ungranted * 2 >= self.window:
+                self.owes_credit = True
             self._last = event
         return event
 
@@ -214,6 +217,7 @@ class StreamState:
 
     def credit_due(self) -> list[Credit]:
         """Grants to send now; each is returned once."""
+        self.owes_credit = False
         if self.window is None:
             return []
         grants = []

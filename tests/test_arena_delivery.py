@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.client.arena.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, Layout
+from kvpool.client.arena.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, ROWS_RETURNED, Layout
 from kvpool.client.core import DaemonGone, State
 from kvpool.client.lifeline import connect_lifeline
 from kvpool.client.stream_state import StreamState
@@ -229,7 +229,7 @@ def test_every_token_once_and_in_order_whoever_reads_when(tmp_path_factory: pyte
     rig.close()
 
 
-@pytest.mark.parametrize("word", [RING_TAIL, BULK_TAIL])
+@pytest.mark.parametrize("word", [RING_TAIL, BULK_TAIL, ROWS_RETURNED])
 @pytest.mark.parametrize("value", [2**64 - 1, 2**63, 100_000])
 def test_a_damaged_arena_ends_its_own_session_with_a_reason(rig: Rig, word: int, value: int) -> None:
     hostile, other = rig.client(), rig.client()
@@ -239,15 +239,18 @@ def test_a_damaged_arena_ends_its_own_session_with_a_reason(rig: Rig, word: int,
     for _ in range(3):
         rig.turn()
         hostile.read()
-    arena_of(hostile).words[word] = value
-    for _ in range(4):
+    told = hostile.submit(prompts(1, 200)[0], max_tokens=1, prompt_logprobs=5)
+    for place in range(16 if word == ROWS_RETURNED else 1):
+        arena_of(hostile).words[word + place] = value
+    for _ in range(20):
         rig.turn()
     hostile.read()
     assert isinstance(hostile.error, ConnectionLost)
     assert "arena." in str(hostile.error)
-    for stream in (mine, logits):
+    for stream in (mine, logits, told):
         with pytest.raises(KVPoolError):
             stream.result()
+    logits.take_all()  # rows that nobody has read keep the arena mapped
     rig.run()
     assert theirs.result().token_ids == expected(PROMPT, 60)
     assert len(rig.sessions) == 1
@@ -299,7 +302,7 @@ def test_one_that_takes_a_request_over_gets_it_in_messages(rig: Rig) -> None:
 
 
 def test_logits_wait_for_room_and_are_those_of_their_tokens(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, Layout(128, PAGE_BYTES, 2 * PAGE_BYTES))  # room for 4 rows
+    rig = Rig(tmp_path, Layout(128, PAGE_BYTES, PAGE_BYTES, 4 * 384, 4))
     client = rig.client()
     streams = [client.submit(prompt, max_tokens=12, want_logits=True) for prompt in prompts(3, 20)]
     for _ in range(50):

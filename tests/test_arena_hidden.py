@@ -90,7 +90,7 @@ def test_a_reader_who_does_not_read_holds_nobody_else_and_gets_all_in_the_end(ri
 
 
 def test_a_row_larger_than_the_region_takes_travels_in_its_message(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, Layout(128, PAGE_BYTES, PAGE_BYTES))  # at most 2 KiB a piece
+    rig = Rig(tmp_path, Layout(128, PAGE_BYTES, PAGE_BYTES, 4 * 384, 4))  # at most 2 KiB a piece
     stream = rig.client().submit(PROMPT[:5], max_tokens=3, hidden_layers=(0, 1) * 5)
     rig.run()
     np.testing.assert_array_equal(stream.result().prompt_hidden, states(range(5), (0, 1) * 5))

@@ -24,16 +24,19 @@ from kvpool.client.arena.arena import (
     RECORD_BYTES,
     RING_HEAD,
     RING_TAIL,
+    ROWS_RETURNED,
+    VERSION,
     Arena,
     Layout,
 )
-from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller, UploadReader, UploadWriter
+from kvpool.client.arena.regions import BulkReader, BulkWriter, UploadReader, UploadWriter
 from kvpool.client.arena.ring import RECORD, TEXT_BYTES, RingReader, RingWriter, pack_tokens, places_of_logits
+from kvpool.client.arena.rows import RowReader
 from kvpool.client.results import TokenEvent
 from kvpool.client.wire.errors import InvalidArgument, ProtocolError
 from kvpool.client.wire.token_ids import pack_token_ids
 
-SMALL = Layout(ring_records=128, upload_bytes=PAGE_BYTES, bulk_bytes=PAGE_BYTES)
+SMALL = Layout(ring_records=128, upload_bytes=PAGE_BYTES, bulk_bytes=PAGE_BYTES, row_bytes=400, num_rows=2)
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def both_ends(layout: Layout = SMALL) -> Iterator[tuple[Arena, Arena]]:
 
 
 def ring_ends(daemon: Arena, client: Arena) -> tuple[RingWriter, RingReader]:
-    return RingWriter(daemon), RingReader(client, BulkReader(client))
+    return RingWriter(daemon), RingReader(client, RowReader(client))
 
 
 Item = tuple[int, str, float | None]  # token_id, text, logprob
@@ -69,14 +72,15 @@ def records_of(items: list[Item], handle: int = 1, index: int = 0, sample: int =
 def test_what_one_side_writes_the_other_reads_where_the_page_says() -> None:
     with both_ends() as (daemon, client):
         assert client.layout == SMALL
-        assert SMALL.total_bytes == 3 * PAGE_BYTES + 128 * RECORD_BYTES + 2 * PAGE_BYTES
-        for place in (RING_HEAD, RING_TAIL, BULK_TAIL, READER_AWAKE):
+        assert SMALL.total_bytes == 3 * PAGE_BYTES + 128 * RECORD_BYTES + 4 * PAGE_BYTES
+        words = (RING_HEAD, RING_TAIL, BULK_TAIL, READER_AWAKE, ROWS_RETURNED)
+        for place in words:
             daemon.words[place] = 2**64 - 1 - place
             assert client.words[place] == 2**64 - 1 - place
-        places = [8 * place for place in (RING_HEAD, RING_TAIL, BULK_TAIL, READER_AWAKE)]
-        assert places == [4096, 8192, 8192 + 64, 8192 + 128]
-        daemon.bulk[-1] = 7
-        assert client.bulk[-1] == 7
+        assert [8 * place for place in words] == [4096, 8192, 8192 + 64, 8192 + 128, 8192 + 192]
+        for there, here in zip((*daemon.rows, daemon.bulk), (*client.rows, client.bulk), strict=True):
+            there[-1] = 7
+            assert here[-1] == 7
         client.upload[0] = 9
         assert daemon.upload[0] == 9
 
@@ -84,16 +88,21 @@ def test_what_one_side_writes_the_other_reads_where_the_page_says() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        (0, PAGE_BYTES, PAGE_BYTES),
-        (100, PAGE_BYTES, PAGE_BYTES),
-        (2**21, PAGE_BYTES, PAGE_BYTES),
-        (128, 100, PAGE_BYTES),
-        (128, PAGE_BYTES, 0),
-        (128, PAGE_BYTES, 2**31),
+        (0, PAGE_BYTES, PAGE_BYTES, 4, 1),
+        (100, PAGE_BYTES, PAGE_BYTES, 4, 1),
+        (2**21, PAGE_BYTES, PAGE_BYTES, 4, 1),
+        (128, 100, PAGE_BYTES, 4, 1),
+        (128, PAGE_BYTES, 0, 4, 1),
+        (128, PAGE_BYTES, 2**31, 4, 1),
+        (128, PAGE_BYTES, PAGE_BYTES, 0, 1),
+        (128, PAGE_BYTES, PAGE_BYTES, 6, 1),
+        (128, PAGE_BYTES, PAGE_BYTES, 4, 0),
+        (128, PAGE_BYTES, PAGE_BYTES, 4, 489),
+        (128, PAGE_BYTES, PAGE_BYTES, 2**30, 2),
     ],
 )
-def test_sizes_that_no_arena_has(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"power of two|whole pages"):
+def test_sizes_that_no_arena_has(sizes: tuple[int, int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=r"power of two|whole pages|whole float32"):
         Layout(*sizes)
 
 
@@ -130,10 +139,10 @@ GOOD = SMALL.header() + bytes(SMALL.total_bytes - HEADER.size)
         (b"", True),
         (GOOD + b"x", True),
         (b"XXXX" + GOOD[4:], True),
-        (GOOD[:4] + struct.pack("<I", 2) + GOOD[8:], True),
-        (HEADER.pack(b"KVPA", 1, 3, 32, PAGE_BYTES, PAGE_BYTES) + GOOD[HEADER.size :], True),
-        (HEADER.pack(b"KVPA", 1, 128, 64, PAGE_BYTES, PAGE_BYTES) + GOOD[HEADER.size :], True),
-        (HEADER.pack(b"KVPA", 1, 2**60, 32, 2**62, 2**63) + GOOD[HEADER.size :], True),
+        (GOOD[:4] + struct.pack("<I", VERSION - 1) + GOOD[8:], True),
+        (HEADER.pack(b"KVPA", VERSION, 3, 32, PAGE_BYTES, PAGE_BYTES, 400, 2) + GOOD[HEADER.size :], True),
+        (HEADER.pack(b"KVPA", VERSION, 128, 64, PAGE_BYTES, PAGE_BYTES, 400, 2) + GOOD[HEADER.size :], True),
+        (HEADER.pack(b"KVPA", VERSION, 2**60, 32, 2**62, 2**63, 2**63, 2**63) + GOOD[HEADER.size :], True),
     ],
 )
 def test_a_descriptor_that_is_no_arena_is_refused(data: bytes, seal: bool) -> None:
@@ -265,7 +274,7 @@ def test_a_full_ring_takes_what_fits_and_goes_on_from_there() -> None:
 
 def test_a_text_longer_than_the_ring_comes_in_the_end() -> None:
     text = "x" * 65536
-    with both_ends(Layout(4096, PAGE_BYTES, PAGE_BYTES)) as (daemon, client):
+    with both_ends(Layout(4096, PAGE_BYTES, PAGE_BYTES, 400, 2)) as (daemon, client):
         writer, reader = ring_ends(daemon, client)
         (records,) = records_of([(5, text, None)])
         written = writer.write(records)
@@ -427,7 +436,7 @@ def test_rows_come_out_as_they_went_in(widths: list[int], data: st.DataObject) -
         writer, reader, waiting = BulkWriter(daemon), BulkReader(client), deque()
         for number, width in enumerate(widths):
             row = np.arange(number, number + width, dtype=np.float32)
-            place = writer.put(row, Teller.MESSAGE)
+            place = writer.put(row)
             if place is None:
                 assert waiting, "an empty region refuses what fits half of it"
             else:
@@ -440,28 +449,12 @@ def test_rows_come_out_as_they_went_in(widths: list[int], data: st.DataObject) -
 def test_false_words_about_rows_are_noticed() -> None:
     with both_ends() as (daemon, client):
         writer, reader = BulkWriter(daemon), BulkReader(client)
-        assert writer.put(np.zeros(600, np.float32), Teller.MESSAGE) is None  # more than half of the region: never
-        begin, num_bytes = writer.put(np.zeros(10, np.float32), Teller.MESSAGE) or (0, 0)
+        assert writer.put(np.zeros(600, np.float32)) is None  # more than half of the region: never
+        begin, num_bytes = writer.put(np.zeros(10, np.float32)) or (0, 0)
         client.words[BULK_TAIL] = num_bytes + 1
         with pytest.raises(ProtocolError, match=r"arena\.bulk_tail"):
-            writer.put(np.zeros(1, np.float32), Teller.MESSAGE)
+            writer.put(np.zeros(1, np.float32))
         reader.take(begin, num_bytes)
         for false in [(0, 4), (PAGE_BYTES - 4, 8)]:
             with pytest.raises(ProtocolError, match=r"arena\.bulk"):
                 reader.take(*false)
-
-
-def test_those_who_tell_of_rows_take_turns() -> None:
-    """What a message and the ring tell of is read in any order, and given back in one."""
-    with both_ends() as (daemon, client):
-        writer, reader = BulkWriter(daemon), BulkReader(client)
-        row = np.arange(10, dtype=np.float32)
-        first = writer.put(row, Teller.RING)
-        assert first is not None
-        assert writer.put(row, Teller.MESSAGE) is None
-        assert writer.put(row, Teller.RING) is not None
-        reader.take(*first)
-        assert writer.put(row, Teller.MESSAGE) is None
-        reader.take(64, 40)
-        assert writer.put(row, Teller.MESSAGE) == (PAGE_BYTES, 40)
-        assert writer.put(row, Teller.RING) is None

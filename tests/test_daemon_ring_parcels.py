@@ -99,7 +99,7 @@ def test_nobody_is_woken_before_everybody_has_their_tokens(monkeypatch: pytest.M
 
     monkeypatch.setattr(Bell, "ring", heads)
     for session in sessions:
-        session.arena = SessionArena(Layout(128, PAGE_BYTES, PAGE_BYTES))
+        session.arena = SessionArena(Layout(128, PAGE_BYTES, PAGE_BYTES, 400, 2))
     for step in (1, 2):
         tokens = RingTokens()
         for session in sessions:

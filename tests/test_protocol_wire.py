@@ -63,6 +63,7 @@ def test_the_page_describes_the_shared_memory_as_it_is() -> None:
     assert f"magic `{arena.MAGIC.decode()}`, uint32 version ({arena.VERSION})" in page
     assert f"uint64 bytes of a record ({arena.RECORD_BYTES})" in page
     cursors = {"ring_head": arena.RING_HEAD, "ring_tail": arena.RING_TAIL, "bulk_tail": arena.BULK_TAIL}
+    cursors |= {"reader_awake": arena.READER_AWAKE, "rows_returned": arena.ROWS_RETURNED}
     for name, word in cursors.items():
         assert re.search(rf"^\| {8 * word} \| \w+ \| uint64 `{name}`", page, re.MULTILINE), name
     assert f"\n| {arena.RING_AT} | daemon | the ring" in page
@@ -75,7 +76,7 @@ def test_the_page_describes_the_shared_memory_as_it_is() -> None:
     assert f"\n| {offset} | {ring.TEXT_BYTES} bytes | text" in page
     assert ring.RECORD.format == "<IIifHBB12s"
     assert f"flags: {ring.HAS_LOGPROB} HAS_LOGPROB, {ring.TEXT_GOES_ON} TEXT_GOES_ON, {ring.LOGITS} LOGITS" in page
-    assert ring.PLACE.format == "<QI"
+    assert ring.PLACE.format == "<I"
     assert f"magic `{map_segment.MAGIC.decode()}`, uint32 version ({map_segment.VERSION})" in page
     for word in (map_segment.SEQUENCE, map_segment.CHANGED_NS, map_segment.DETAILS_BYTES):
         assert f"\n| {8 * word} | uint64" in page

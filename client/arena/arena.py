@@ -8,7 +8,8 @@ lifeline. Pages, in this order:
     client words  the client's cursors, 64-bit
     ring          tokens on their way down, see `ring`
     upload        prompts on their way up, see `regions`
-    bulk          rows of numbers on their way down, see `regions`
+    bulk          what messages tell of on its way down, see `regions`
+    rows          logits on their way down, see `rows`
 
 Either side keeps its own cursors to itself and only publishes them here; of the other's words it believes nothing
 beyond what `check_cursor` lets through. What the daemon takes from the upload region it copies before it looks at it.
@@ -19,6 +20,7 @@ stores one word and then decides by another one that the other side stores, a `F
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -29,14 +31,14 @@ from dataclasses import dataclass
 
 from ..wire.errors import ProtocolError
 
-ARENA = "arena"
-"""Name of the capability in Hello and Welcome."""
+VERSION = 2
+ARENA = f"arena-{VERSION}"
+"""Name of the capability in Hello and Welcome: who knows another version only does without."""
 
 MAGIC = b"KVPA"
-VERSION = 1
 PAGE_BYTES = 4096
 RECORD_BYTES = 32
-HEADER = struct.Struct("<4sIQQQQ")  # magic, version, ring records, record bytes, upload bytes, bulk bytes
+HEADER = struct.Struct("<4sIQQQQQQ")  # magic, version, ring records, record bytes, upload, bulk, row bytes, rows
 
 RING_HEAD = PAGE_BYTES // 8  # daemon: records written so far
 RING_TAIL = 2 * PAGE_BYTES // 8  # client: records read so far
@@ -46,8 +48,12 @@ BULK_TAIL = RING_TAIL + 8  # client: bytes of the bulk region read so far
 READER_AWAKE = RING_TAIL + 16
 """Place of the word in which the client says that it looks at the ring again before it sleeps: nobody has to ring."""
 
+ROWS_RETURNED = RING_TAIL + 24
+"""Place of the first of the words in which the client counts how often it gave back each place for a row."""
+
 RING_AT = 3 * PAGE_BYTES
 MAX_RING_RECORDS = 2**20
+MAX_ROWS = RING_AT // 8 - ROWS_RETURNED
 MAX_REGION_BYTES = 2**30
 
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl does not name it
@@ -88,11 +94,15 @@ class Layout:
     ring_records: int  # a power of two
     upload_bytes: int  # whole pages
     bulk_bytes: int  # whole pages
+    row_bytes: int  # whole float32
+    num_rows: int  # each begins a page
 
     def __post_init__(self) -> None:
         if not 1 <= self.ring_records <= MAX_RING_RECORDS or self.ring_records & (self.ring_records - 1):
             raise ValueError(f"ring_records must be a power of two up to {MAX_RING_RECORDS}")
-        for size in (self.ring_records * RECORD_BYTES, self.upload_bytes, self.bulk_bytes):
+        if self.row_bytes < 4 or self.row_bytes % 4 or not 1 <= self.num_rows <= MAX_ROWS:
+            raise ValueError(f"there must be 1 to {MAX_ROWS} rows of whole float32")
+        for size in (self.ring_records * RECORD_BYTES, self.upload_bytes, self.bulk_bytes, self.rows_bytes):
             if not PAGE_BYTES <= size <= MAX_REGION_BYTES or size % PAGE_BYTES:
                 raise ValueError(f"a region must be whole pages of {PAGE_BYTES} bytes, up to {MAX_REGION_BYTES}")
 
@@ -105,26 +115,44 @@ class Layout:
         return self.upload_at + self.upload_bytes
 
     @property
-    def total_bytes(self) -> int:
+    def rows_at(self) -> int:
         return self.bulk_at + self.bulk_bytes
 
+    @property
+    def row_stride(self) -> int:
+        return whole_pages(self.row_bytes)
+
+    @property
+    def rows_bytes(self) -> int:
+        return self.num_rows * self.row_stride
+
+    @property
+    def total_bytes(self) -> int:
+        return self.rows_at + self.rows_bytes
+
     def header(self) -> bytes:
-        return HEADER.pack(MAGIC, VERSION, self.ring_records, RECORD_BYTES, self.upload_bytes, self.bulk_bytes)
+        sizes = self.ring_records, RECORD_BYTES, self.upload_bytes, self.bulk_bytes, self.row_bytes, self.num_rows
+        return HEADER.pack(MAGIC, VERSION, *sizes)
 
     @classmethod
     def of_header(cls, data: bytes) -> Layout:
         """Raises ProtocolError for anything but the header of this version's arena."""
         try:
-            magic, version, ring_records, record_bytes, upload_bytes, bulk_bytes = HEADER.unpack(data)
+            magic, version, ring_records, record_bytes, *sizes = HEADER.unpack(data)
             if (magic, version, record_bytes) != (MAGIC, VERSION, RECORD_BYTES):
                 raise ValueError(f"it is no arena of version {VERSION}")
-            return cls(ring_records, upload_bytes, bulk_bytes)
+            return cls(ring_records, *sizes)
         except (struct.error, ValueError) as fault:
             raise ProtocolError(f"the descriptor cannot be used: {fault}", field="arena") from None
 
 
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class Arena:
-    """A mapped arena. `close` unmaps it; nothing of it may be used afterwards."""
+    """A mapped arena. `close` unmaps it, or leaves that to the last row that a program still has; nothing else of it
+    may be used afterwards."""
 
     def __init__(self, memory: mmap.mmap, layout: Layout) -> None:
         self.layout = layout
@@ -133,7 +161,9 @@ class Arena:
         self.words = self._bytes.cast("Q")
         self.ring = self._bytes[RING_AT : layout.upload_at]
         self.upload = self._bytes[layout.upload_at : layout.bulk_at]
-        self.bulk = self._bytes[layout.bulk_at : layout.total_bytes]
+        self.bulk = self._bytes[layout.bulk_at : layout.rows_at]
+        begins = range(layout.rows_at, layout.total_bytes, layout.row_stride)
+        self.rows = [self._bytes[begin : begin + layout.row_bytes] for begin in begins]
 
     @classmethod
     def create(cls, layout: Layout) -> tuple[Arena, int]:
@@ -166,9 +196,10 @@ class Arena:
 
     def close(self) -> None:
         """Idempotent."""
-        for view in (self.words, self.ring, self.upload, self.bulk, self._bytes):
+        for view in (self.words, self.ring, self.upload, self.bulk, *self.rows, self._bytes):
             view.release()
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # rows are in use
+            self._memory.close()
 
 
 def check_sealed(fd: int, seals: int) -> int:

@@ -1,17 +1,14 @@
-"""The two byte regions of an arena: prompts going up, rows of numbers coming down. Both are used as rings of bytes.
+"""An arena's two regions of bytes: prompts going up, what messages tell of coming down. Both are used as rings.
 
 A piece lies in one stretch: where it does not fit before the end of the region it begins at the beginning, and it has
 at most half the region's bytes, so that it always fits once everything before it was given back. Pieces are given back
 in the order in which they were taken: a prompt when the daemon has answered its request, rows when the client has
-copied them out. Messages and the ring, which tell of rows, overtake each other; so those that one tells of are all
-given back before the other tells of any.
+copied them out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +17,6 @@ from ..wire.errors import InvalidArgument, ProtocolError
 from ..wire.schema import Mismatch
 from ..wire.token_ids import ITEM_BYTES, PackedTokenIds
 from .arena import BULK_TAIL, Arena, check_cursor
-from .buffers import RowBuffers
 
 ALIGNMENT = 64
 
@@ -100,35 +96,22 @@ class UploadReader:
             raise InvalidArgument(fault.message, field=f"prompt{fault.path}") from None
 
 
-class Teller(Enum):
-    """What tells the client where a piece lies. Each keeps its own order, and they do not keep each other's."""
-
-    MESSAGE = "message"
-    RING = "ring"
-
-
 class BulkWriter:
     """The daemon's end of the bulk region."""
 
     def __init__(self, arena: Arena) -> None:
         self._words, self._region = arena.words, arena.bulk
         self._cursors = _Cursors(arena.layout.bulk_bytes)
-        self._teller = Teller.MESSAGE  # of the pieces that lie there
 
     @property
     def max_piece_bytes(self) -> int:
         return self._cursors.capacity // 2
 
-    def put(self, values: NDArray[np.generic], teller: Teller) -> tuple[int, int] | None:
-        """Copy an array in: (cursor, bytes) for what tells of it, or None where there is no room now, or only after
-        everything that the other teller told of was given back. Raises ProtocolError if the reader's cursor is
-        impossible."""
+    def put(self, values: NDArray[np.generic]) -> tuple[int, int] | None:
+        """Copy an array in: (cursor, bytes) for the message that tells of it, or None where there is no room now.
+        Raises ProtocolError if the reader's cursor is impossible."""
         cursors = self._cursors
         cursors.tail = check_cursor("bulk_tail", self._words[BULK_TAIL], cursors.tail, cursors.head)
-        if teller is not self._teller:
-            if cursors.tail != cursors.head:
-                return None
-            self._teller = teller
         begin = cursors.take(values.nbytes)
         if begin is None:
             return None
@@ -143,37 +126,12 @@ class BulkReader:
     def __init__(self, arena: Arena) -> None:
         self._words, self._region = arena.words, arena.bulk
         self._tail = 0
-        self._buffers = RowBuffers()
 
     def take(self, begin: int, num_bytes: int) -> bytes:
         """Copy a piece out and give its place back. Raises ProtocolError for a place that cannot be."""
-        offset = self._offset(begin, num_bytes, self._tail)
-        piece = bytes(self._region[offset : offset + num_bytes])
-        self._give_back(begin + num_bytes)
-        return piece
-
-    def take_rows(self, places: Sequence[tuple[int, int]]) -> list[NDArray[np.float32]]:
-        """The same for rows of float32, in the order in which they lie there: each read-only, in a buffer that earlier
-        rows may have used."""
-        offsets, end = [], self._tail
-        for begin, num_bytes in places:
-            offsets.append(self._offset(begin, num_bytes, end))
-            end = begin + num_bytes
-        pieces = [self._region[at : at + size] for at, (_, size) in zip(offsets, places, strict=True)]
-        try:
-            rows = self._buffers.copies(pieces)
-        finally:
-            for piece in pieces:  # an error that is being handled would keep them, and with them the arena open
-                piece.release()
-        self._give_back(end)
-        return rows
-
-    def _offset(self, begin: int, num_bytes: int, least: int) -> int:
-        """Where in the region a piece lies."""
         offset = begin % len(self._region)
-        if begin < least or offset + num_bytes > len(self._region):
+        if begin < self._tail or offset + num_bytes > len(self._region):
             raise ProtocolError(f"no piece of {num_bytes} bytes can lie at {begin}", field="arena.bulk")
-        return offset
-
-    def _give_back(self, tail: int) -> None:
-        self._words[BULK_TAIL] = self._tail = tail
+        piece = bytes(self._region[offset : offset + num_bytes])
+        self._words[BULK_TAIL] = self._tail = begin + num_bytes
+        return piece

@@ -12,8 +12,8 @@ A record is 32 bytes, little-endian: half a cache line, with room for the text o
     char   text[12]   UTF-8
 
 Text of more than 12 bytes goes on in the records that follow, each with the same numbers; all but the last have
-TEXT_GOES_ON. A record with LOGITS comes before a token's own, and says in place of text where its logits lie in the
-bulk region: uint64 cursor, uint32 bytes.
+TEXT_GOES_ON. A record with LOGITS comes before a token's own, and says in place of text at which place for rows its
+logits lie: uint32.
 
 The writer stores records and then its cursor, the reader copies records and then stores its own, so neither ever waits
 for the other: a full ring is said to the writer's caller, an empty one to the reader's.
@@ -30,12 +30,13 @@ from numpy.typing import NDArray
 from ..results import TokenEvent
 from ..wire.errors import ProtocolError
 from .arena import READER_AWAKE, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Fence, check_cursor
-from .regions import BulkReader
+from .rows import RowReader
 
 RECORD = struct.Struct("<IIifHBB12s")
 TEXT_BYTES = 12
 HAS_LOGPROB, TEXT_GOES_ON, LOGITS = 1, 2, 4
-PLACE = struct.Struct("<QI")  # in the text of a record with LOGITS
+KNOWN_FLAGS = HAS_LOGPROB | TEXT_GOES_ON | LOGITS
+PLACE = struct.Struct("<I")  # in the text of a record with LOGITS
 FLAGS_AT, TEXT_AT = 18, 20  # bytes from a record's beginning
 NUMBERS_AND_TAIL = struct.Struct("<IIifH14s")
 TAIL = struct.Struct("<BB12s")  # of a record, from FLAGS_AT on
@@ -67,6 +68,7 @@ class _Tails(dict[str, bytes]):
 
 
 _tails, _tails_with_logprob = _Tails(0), _Tails(HAS_LOGPROB)
+_tail_of_logits = TAIL.pack(LOGITS, PLACE.size, b"")
 
 
 def pack_tokens(
@@ -87,19 +89,19 @@ def pack_tokens(
         tails = list(map(_tails.__getitem__, texts))
         for row in with_logprob:
             tails[row] = _tails_with_logprob[texts[row]]
-    for row in with_logits:
-        tails[row] = TAIL.pack(tails[row][0] & HAS_LOGPROB | LOGITS, PLACE.size, b"") + tails[row]
     records = list(map(NUMBERS_AND_TAIL.pack, handles, indexes, token_ids, logprobs, samples, tails))
     for row in [row for row, tail in enumerate(tails) if len(tail) > TAIL.size]:  # have several, with the same numbers
         numbers, tail = records[row][:FLAGS_AT], tails[row]
         records[row] = b"".join(numbers + tail[at : at + TAIL.size] for at in range(0, len(tail), TAIL.size))
+    for row in with_logits:
+        records[row] = records[row][:FLAGS_AT] + _tail_of_logits + records[row]
     return records
 
 
 def places_of_logits(records: bytes) -> list[int]:
     """Where in `records` the places of logits are to be written, as `PLACE`."""
-    begins = range(0, len(records), RECORD_BYTES)
-    return [begin + TEXT_AT for begin in begins if records[begin + FLAGS_AT] & LOGITS]
+    flags = records[FLAGS_AT::RECORD_BYTES]
+    return [number * RECORD_BYTES + TEXT_AT for number, flag in enumerate(flags) if flag & LOGITS]
 
 
 class RingWriter:
@@ -144,8 +146,8 @@ class RingWriter:
 class RingReader:
     """The client's end."""
 
-    def __init__(self, arena: Arena, bulk: BulkReader) -> None:
-        self._words, self._ring, self._bulk = arena.words, arena.ring, bulk
+    def __init__(self, arena: Arena, rows: RowReader) -> None:
+        self._words, self._ring, self._rows = arena.words, arena.ring, rows
         self._capacity = arena.layout.ring_records
         self._tail = 0
         self._logits: Float32 | None = None  # of a token whose own record has not come
@@ -170,20 +172,22 @@ class RingReader:
             return []
         check_cursor("ring_head", head, tail, tail + self._capacity)
         tokens: list[tuple[int, TokenEvent]] = []
+        logits, begun = self._logits, self._text
         try:
-            records = list(self._records(tail, head))
-            rows = iter(self._take_rows(records))
-            for record in records:
-                handle, index, token_id, logprob, sample, flags, text_bytes, text = record
-                if flags & ~HAS_LOGPROB or self._text or self._logits is not None:
-                    self._take_unusual(record, rows, tokens)
-                elif text_bytes > TEXT_BYTES or token_id < 0:
+            for handle, index, token_id, logprob, sample, flags, text_bytes, text in self._records(tail, head):
+                if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~KNOWN_FLAGS:
                     raise ProtocolError("a record cannot be read", field="arena.ring")
+                if flags & LOGITS:
+                    logits = self._rows.take(*PLACE.unpack_from(text))
+                elif flags & TEXT_GOES_ON:
+                    begun += text[:text_bytes]
                 else:
-                    known = logprob if flags else None
-                    tokens.append((handle, TokenEvent(token_id, text[:text_bytes].decode(), known, index, sample)))
+                    whole, known = (begun + text[:text_bytes]).decode(), logprob if flags else None
+                    tokens.append((handle, TokenEvent(token_id, whole, known, index, sample, None, logits)))
+                    logits, begun = None, b""
         except UnicodeDecodeError:
             raise ProtocolError("a record's text is not UTF-8", field="arena.ring") from None
+        self._logits, self._text = logits, begun
         self._words[RING_TAIL] = self._tail = head
         return tokens
 
@@ -192,26 +196,3 @@ class RingReader:
         if begin < end:
             return RECORD.iter_unpack(bytes(self._ring[begin:end]))
         return RECORD.iter_unpack(bytes(self._ring[begin:]) + bytes(self._ring[:end]))
-
-    def _take_rows(self, records: Iterable[Record]) -> list[Float32]:
-        """The logits that `records` tell of, in order."""
-        places = [PLACE.unpack(text) for *_, flags, _, text in records if flags & LOGITS]
-        for _, num_bytes in places:
-            if not num_bytes or num_bytes % 4:
-                raise ProtocolError(f"{num_bytes} bytes are no logits", field="arena.ring")
-        return self._bulk.take_rows(places) if places else []
-
-    def _take_unusual(self, record: Record, rows: Iterator[Float32], tokens: list[tuple[int, TokenEvent]]) -> None:
-        """Of a token that more than one record tells of. `rows`: the logits of this record and those after it."""
-        handle, index, token_id, logprob, sample, flags, text_bytes, text = record
-        if text_bytes > TEXT_BYTES or token_id < 0 or flags & ~(HAS_LOGPROB | TEXT_GOES_ON | LOGITS):
-            raise ProtocolError("a record cannot be read", field="arena.ring")
-        if flags & LOGITS:
-            self._logits = next(rows)
-        elif flags & TEXT_GOES_ON:
-            self._text += text[:text_bytes]
-        else:
-            text, self._text = self._text + text[:text_bytes], b""
-            logits, self._logits = self._logits, None
-            known = logprob if flags & HAS_LOGPROB else None
-            tokens.append((handle, TokenEvent(token_id, text.decode(), known, index, sample, None, logits)))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-from ...client.arena.arena import PAGE_BYTES, Arena, Layout
+from ...client.arena.arena import Arena, Layout, whole_pages
 from ...client.arena.bell import Bell
 from ...client.arena.regions import BulkWriter, UploadReader
 from ...client.arena.ring import RingWriter
+from ...client.arena.rows import RowWriter
 from ...client.wire.token_ids import ITEM_BYTES
 
 RING_RECORDS = 8192
@@ -16,18 +17,17 @@ RING_RECORDS = 8192
 MIN_UPLOAD_BYTES, MAX_UPLOAD_BYTES = 64 * 2**10, 4 * 2**20
 BULK_ROWS = 32
 MIN_BULK_BYTES, MAX_BULK_BYTES = 2**20, 64 * 2**20
+MAX_ROWS = 64
+"""Those of 16 samples that a program looks at, of 16 that it will next, and of 16 that are on their way."""
 
 
 def layout_for(*, vocab_size: int, max_model_len: int) -> Layout:
-    """Room for two of the longest prompts and for BULK_ROWS rows of logits, within bounds. What is never used of it
-    costs no memory."""
+    """Room for two of the longest prompts, for BULK_ROWS rows of logits that messages tell of, and for MAX_ROWS that
+    the ring does, within bounds. What is never used of it costs no memory."""
     upload = min(max(2 * max_model_len * ITEM_BYTES, MIN_UPLOAD_BYTES), MAX_UPLOAD_BYTES)
-    bulk = min(max(BULK_ROWS * vocab_size * 4, MIN_BULK_BYTES), MAX_BULK_BYTES)
-    return Layout(RING_RECORDS, _whole_pages(upload), _whole_pages(bulk))
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    row = vocab_size * 4
+    bulk = min(max(BULK_ROWS * row, MIN_BULK_BYTES), MAX_BULK_BYTES)
+    return Layout(RING_RECORDS, whole_pages(upload), whole_pages(bulk), row, MAX_ROWS)
 
 
 class SessionArena:
@@ -43,6 +43,7 @@ class SessionArena:
             raise
         self.upload = UploadReader(self._arena)
         self.bulk = BulkWriter(self._arena)
+        self.rows = RowWriter(self._arena)
         self.ring = RingWriter(self._arena)
 
     @property

@@ -228,8 +228,10 @@ class Clients:
             raise InvalidArgument(f"{message.request_id!r} is the name of a running request", field="request_id")
         if message.upload is not None:
             message = _with_upload(message, session)
-        if message.want_logits:
-            self._require_bulk(session)
+        if message.want_logits and session.arena is None:
+            raise Unsupported(
+                "logits need shared memory: a daemon of this machine, and arena=True", field="want_logits"
+            )
         request = make_request(message, self.text, session.peer.uid, self.now)
         request.session = session
         if session.arena is not None and request.fits_ring:
@@ -240,14 +242,6 @@ class Clients:
         if session.outbox:
             self.engine.pace.hold(request, SLOW_READER)
         return request
-
-    def _require_bulk(self, session: Session) -> None:
-        """Raises Unsupported where a row of logits has no place."""
-        row_bytes = 4 * self.limits.vocab_size
-        if session.arena is None or row_bytes > session.arena.bulk.max_piece_bytes:
-            raise Unsupported(
-                "logits need shared memory: a daemon of this machine, and arena=True", field="want_logits"
-            )
 
     def keep_sequence(self, request: Request) -> None:
         """The request's sequence stays under the request's name."""

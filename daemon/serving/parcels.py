@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ...client.arena.arena import RECORD_BYTES
 from ...client.arena.bell import Bell
-from ...client.arena.regions import BulkWriter, Teller
 from ...client.arena.ring import PLACE, places_of_logits
+from ...client.arena.rows import RowWriter
 from ...client.wire.protocol import DaemonMessage, encode
 from ...client.wire.protocol import Rows as RowsMessage
 from ..engine.prompt_rows import Rows
@@ -95,7 +95,7 @@ class BulkParcel:
 
     def _place(self, session: Session) -> Blob | None:
         if session.arena is not None and self._values.nbytes >= MIN_BULK_BYTES:
-            place = session.arena.bulk.put(self._values, Teller.MESSAGE)
+            place = session.arena.bulk.put(self._values)
             if place is not None or (self._waits and self._values.nbytes <= session.arena.bulk.max_piece_bytes):
                 return place
         return self._values.tobytes()
@@ -135,19 +135,19 @@ class RingRecords:
         arena = session.arena
         if arena is None:
             return Sent.GONE
-        ready = len(self._records) if self._logits is None else self._place_logits(self._logits, arena.bulk)
+        ready = len(self._records) if self._logits is None else self._place_logits(self._logits, arena.rows)
         self._written += arena.ring.write(self._records[self._written : ready])
         if arena.ring.publish():
             bells.append(arena.bell)
         return Sent.YES if self._written == len(self._records) else Sent.FULL
 
-    def _place_logits(self, logits: deque[tuple[int, NDArray[Any]]], bulk: BulkWriter) -> int:
-        """Copy rows into the bulk region while there is room; how many bytes of the records may go, therefore."""
+    def _place_logits(self, logits: deque[tuple[int, NDArray[Any]]], rows: RowWriter) -> int:
+        """Copy rows into the arena while there is room; how many bytes of the records may go, therefore."""
         while logits:
             at, row = logits[0]
-            place = bulk.put(row, Teller.RING)
+            place = rows.put(row)
             if place is None:
                 return at // RECORD_BYTES * RECORD_BYTES
-            PLACE.pack_into(self._records, at, *place)
+            PLACE.pack_into(self._records, at, place)
             logits.popleft()
         return len(self._records)

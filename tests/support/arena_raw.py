@@ -6,7 +6,7 @@ import mmap
 import os
 import socket
 
-from kvpool.client.arena.arena import ARENA, Layout
+from kvpool.client.arena.arena import ARENA, HEADER, Layout
 from kvpool.client.lifeline import FrameKind, FrameReader, encode_frame
 from kvpool.client.wire.protocol import Hello, Welcome
 from tests.support.raw_client import RawClient
@@ -30,7 +30,7 @@ class ArenaRaw(RawClient):
         assert kinds == [FrameKind.ARENA, FrameKind.ATTACHED]
         self.arena_fd, self.bell_fd = fds
         size = os.fstat(self.arena_fd).st_size
-        self.layout = Layout.of_header(os.pread(self.arena_fd, 40, 0))
+        self.layout = Layout.of_header(os.pread(self.arena_fd, HEADER.size, 0))
         assert self.layout.total_bytes == size
         return mmap.mmap(self.arena_fd, size)
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from kvpool.client import Client
-from kvpool.client.arena.arena import BULK_TAIL, RING_AT, RING_TAIL
+from kvpool.client.arena.arena import BULK_TAIL, RING_AT, RING_TAIL, ROWS_RETURNED
 from kvpool.client.wire.errors import ProtocolError
 from kvpool.client.wire.protocol import Submit, decode_client_message, encode
 from tests.support.arena_raw import ArenaRaw
@@ -105,7 +105,7 @@ def ring_half_written(daemon: DaemonProcess) -> Iterator[None]:
             for _ in range(50):
                 at = chance.randrange(RING_AT, len(memory) - 4096)
                 memory[at : at + 4096] = chance.randbytes(4096)
-                words[RING_TAIL if number % 2 else BULK_TAIL] = chance.choice((0, 1, 40, 2**40, 2**64 - 1))
+                words[(RING_TAIL, BULK_TAIL, ROWS_RETURNED)[number % 3]] = chance.choice((0, 1, 40, 2**40, 2**64 - 1))
             words.release()
             memory.close()
         yield

@@ -17,10 +17,19 @@ from collections.abc import Callable
 import msgpack
 import numpy as np
 
-from kvpool.client.arena.arena import BULK_TAIL, PAGE_BYTES, RECORD_BYTES, RING_HEAD, RING_TAIL, Arena, Layout
+from kvpool.client.arena.arena import (
+    BULK_TAIL,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    RING_HEAD,
+    RING_TAIL,
+    ROWS_RETURNED,
+    Arena,
+    Layout,
+)
 from kvpool.client.arena.map_segment import MapLayout, _unpacked
 from kvpool.client.arena.pool_map import PoolMap
-from kvpool.client.arena.regions import BulkReader, BulkWriter, Teller, UploadReader
+from kvpool.client.arena.regions import BulkWriter, UploadReader
 from kvpool.client.arena.ring import (
     HAS_LOGPROB,
     LOGITS,
@@ -31,6 +40,7 @@ from kvpool.client.arena.ring import (
     RingWriter,
     pack_tokens,
 )
+from kvpool.client.arena.rows import RowReader, RowWriter
 from kvpool.client.keys_values import KVPiece, KVPieces
 from kvpool.client.lifeline import MAX_PAYLOAD_BYTES, FrameReader, encode_frame
 from kvpool.client.prompt_rows import TOKEN_KINDS, RequestRows, array_of
@@ -45,7 +55,7 @@ from kvpool.daemon.persistence.snapshot_file import Image, Suitability, pieces, 
 
 from .wire_samples import FRAMES, SAMPLES
 
-SMALL = Layout(128, PAGE_BYTES, PAGE_BYTES)
+SMALL = Layout(128, PAGE_BYTES, PAGE_BYTES, row_bytes=400, num_rows=3)
 CURSORS = struct.Struct("<QQQ")
 HERE = Suitability("hash", "layout", block_size=4, block_bytes=24, vocab_size=100, max_model_len=50)
 
@@ -102,8 +112,8 @@ def ring(data: bytes) -> None:
     records = data[CURSORS.size : CURSORS.size + len(_arena.ring)]
     _arena.ring[: len(records)] = records
     _arena.ring[len(records) :] = bytes(len(_arena.ring) - len(records))
-    _arena.words[RING_TAIL] = _arena.words[BULK_TAIL] = 0
-    reader = RingReader(_arena, BulkReader(_arena))
+    _arena.words[RING_TAIL] = 0
+    reader = RingReader(_arena, RowReader(_arena))
     try:
         for cursor in (head, second):
             _arena.words[RING_HEAD] = cursor
@@ -118,14 +128,19 @@ def ring(data: bytes) -> None:
 
 def cursors(data: bytes) -> None:
     """The daemon writes, between readings of a client that says anything about what it has read."""
-    _arena.words[RING_TAIL] = _arena.words[BULK_TAIL] = 0
-    writer, bulk, logits = RingWriter(_arena), BulkWriter(_arena), np.zeros(100, np.float32)
+    words = RING_TAIL, BULK_TAIL, ROWS_RETURNED
+    for word in words:
+        _arena.words[word] = 0
+    writer, bulk, rows, logits = RingWriter(_arena), BulkWriter(_arena), RowWriter(_arena), np.zeros(100, np.float32)
     try:
-        for ring_tail, bulk_tail, _ in CURSORS.iter_unpack(data[: len(data) // CURSORS.size * CURSORS.size][:2400]):
-            _arena.words[RING_TAIL], _arena.words[BULK_TAIL] = ring_tail, bulk_tail
+        for said in CURSORS.iter_unpack(data[: len(data) // CURSORS.size * CURSORS.size][:2400]):
+            for word, value in zip(words, said, strict=True):
+                _arena.words[word] = value
+            bulk_tail = said[1]
             text = "x" * (bulk_tail % 40)
             writer.write(b"".join(pack_tokens([1] * 40, [0] * 40, [0, 1] * 20, [1, 2] * 20, [text] * 40, [0.0] * 40)))
-            bulk.put(logits, Teller.RING)
+            bulk.put(logits)
+            rows.put(logits)
             writer.publish()
     except ProtocolError:
         pass
@@ -259,9 +274,7 @@ KV_PIECE = {"shape": (1, 2, 3, 1, 4), "state": (1, 0), "begin": 0, "data": bytes
 def _ring_seeds() -> list[bytes]:
     plain = RECORD.pack(1, 0, 5, -0.5, 0, HAS_LOGPROB, 3, b" se")
     goes_on = RECORD.pack(1, 1, 6, 0.0, 0, TEXT_GOES_ON, 12, b"abcdefghijkl") + RECORD.pack(1, 1, 6, 0.0, 0, 0, 1, b"m")
-    logits = RECORD.pack(2, 0, 7, 0.0, 0, LOGITS, PLACE.size, PLACE.pack(0, 400)) + RECORD.pack(
-        2, 0, 7, 0, 0, 0, 0, b""
-    )
+    logits = RECORD.pack(2, 0, 7, 0.0, 0, LOGITS, PLACE.size, PLACE.pack(1)) + RECORD.pack(2, 0, 7, 0, 0, 0, 0, b"")
     records = plain + goes_on + logits
     count = len(records) // RECORD_BYTES
     return [CURSORS.pack(first, count, 0) + records for first in (0, 1, 2, count)]
@@ -291,7 +304,7 @@ def _snapshot_seeds() -> list[bytes]:
 SEEDS: dict[str, list[bytes]] = {
     "message": [encode(sample) for sample in SAMPLES.values()],
     "ring": _ring_seeds(),
-    "cursors": [CURSORS.pack(0, 0, 0), b"".join(CURSORS.pack(20 * i, 448 * i, 0) for i in range(9))],
+    "cursors": [CURSORS.pack(0, 0, 0), b"".join(CURSORS.pack(20 * i, 448 * i, i // 3) for i in range(9))],
     "upload": [struct.pack("<qq", 0, 4) + bytes(range(16)), struct.pack("<qq", 64, 0), struct.pack("<qq", -4, 9)],
     "lifeline": [*FRAMES.values(), b"".join(FRAMES.values()), encode_frame(1, bytes(MAX_PAYLOAD_BYTES))],  # type: ignore[arg-type]
     "headers": [SMALL.header(), MapLayout(100, 16, 4096).header()],

@@ -59,7 +59,7 @@ EPOCH = 1_700_000_000_000_000_000
 PARAMS = SamplingParams(max_tokens=64, temperature=0.5, top_p=0.75, seed=7, stop=["\n\n"], logprobs=2)
 
 SAMPLES: dict[str, Any] = {
-    "hello": Hello((2, 1), "demo", 4242, ("arena",)),
+    "hello": Hello((2, 1), "demo", 4242, ("arena-2",)),
     "submit_text": Submit("r1", prompt="The sea is", params=PARAMS.to_wire(), deadline_s=2.5, credit=256),
     "submit_ids": Submit("r2", prompt=pack_token_ids([1, 15, 99]), want_text=False, keep=True, linger_s=30.0),
     "submit_upload": Submit("r5", upload=(4096, 100_000), params={"max_tokens": 1}, handle=7),
@@ -91,7 +91,7 @@ SAMPLES: dict[str, Any] = {
         ServerLimits(16 << 20, 8192, 49152, 16, 1024, 64),
         bytes(range(32)),
         "0.1.0",
-        ("arena",),
+        ("arena-2",),
     ),
     "accepted": Accepted(EPOCH, "r1", 2),
     "tokens": Tokens(
