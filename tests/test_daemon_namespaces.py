@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from kvpool.client.arena.arena import ARENA
 from tests.support.daemon_process import DaemonProcess
 from tests.support.scripted_backend import answer_to
 
@@ -34,7 +35,7 @@ def test_a_client_in_another_pid_namespace_is_served_with_its_arena() -> None:
         )
         command = [*NEW_NAMESPACE, sys.executable, "-c", code, daemon.address]
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
-    assert said[:2] == ["1", "arena"]
+    assert said[:2] == ["1", ARENA]
     assert [int(word) for word in said[2:]] == answer_to([5, 6, 7], 50, 384)
 
 
