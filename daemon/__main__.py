@@ -50,6 +50,7 @@ from .serving.snapshot_service import SnapshotService
 from .serving.users import is_admin
 from .settings import config as configuration
 from .settings.config import Config
+from .settings.idle import idle_settings
 from .settings.options import ConfigError
 from .system.background import Background
 from .system.devices import chosen_device, device_backend, pool_head_start
@@ -88,7 +89,10 @@ def main(arguments: Sequence[str] | None = None, *, make_backend: MakeBackend | 
         config = configuration.load(flags, os.environ, file)
         if only_print:
             print(configuration.show(config), end="")
-        if not only_print and not only_check:
+        if only_check:
+            for line in idle_settings(config):
+                print(f"kvpoold: {line}", file=sys.stderr)
+        elif not only_print:
             serve(
                 config,
                 os.environ,
@@ -114,6 +118,8 @@ def serve(
     """Run a daemon until it is told to stop; what it made is gone afterwards, however it ends."""
     started = time.monotonic()
     start_logging(config.log_level, config.log_format)
+    for line in idle_settings(config):
+        log.warning("%s", line)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_starting)
     manager = Manager.from_environment(environ)

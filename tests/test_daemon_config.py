@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.daemon.settings import config as configuration
 from kvpool.daemon.settings.config import Config, ConfigError, UserLimits
+from kvpool.daemon.settings.idle import idle_settings
 from kvpool.daemon.settings.options import options, parse_size, show_size
 
 
@@ -157,3 +158,39 @@ def test_sizes_that_cannot_be_used(text: object) -> None:
 
 def test_sizes_for_people() -> None:
     assert [show_size(n) for n in (0, 1023, 1024, 3 << 29, 2 << 30)] == ["0 B", "1023 B", "1KiB", "1.50 GiB", "2GiB"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", []),
+        ("prefix_cache = 'off'\njournal = 'off'\n", []),
+        ("activations = 'int8'\nprefix_ttl_s = 60\ntcp_address = 'tcp://127.0.0.1:7000'\nremote_timeout_s = 5\n", []),
+        ("prefix_cache = 'off'\nprefix_ttl_s = 60\n", ["prefix_ttl_s = 60.0 has no effect: prefix_cache is off"]),
+        (
+            "device = 'cuda'\nthreads = 2\nactivations = 'int8'\n",
+            ['activations = "int8" has no effect: device is cuda', "threads = 2 has no effect: device is cuda"],
+        ),
+        (
+            "device = 'cpu'\nproducts = 'fast'\ndtype = 'bfloat16'\nactivations = 'int8'\n",
+            [
+                'activations = "int8" has no effect: dtype holds weights as floats, not as codes',
+                'products = "fast" has no effect: device is cpu',
+            ],
+        ),
+        (
+            "journal = 'off'\njournal_max_bytes = '8MiB'\n",
+            ['journal_max_bytes = "8MiB" has no effect: journal is off'],
+        ),
+        (
+            "server_key_file = '/a'\nauthorised_keys = '/b'\nremote_timeout_s = 5\n",
+            [
+                'server_key_file = "/a" has no effect: tcp_address is empty',
+                'authorised_keys = "/b" has no effect: tcp_address is empty',
+                "remote_timeout_s = 5.0 has no effect: tcp_address is empty",
+            ],
+        ),
+    ],
+)
+def test_settings_that_change_nothing_are_named(tmp_path: Path, text: str, says: list[str]) -> None:
+    assert idle_settings(load_text(tmp_path, text)) == says

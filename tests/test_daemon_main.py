@@ -85,6 +85,9 @@ def test_settings_can_be_checked_and_printed(directory: Path, capsys: pytest.Cap
     assert "\nthreads = 2\n" in printed
     file.write_text(printed)
     assert main(["--config", str(file), "--check-config"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["--config", str(file), "--check-config", "--prefix-cache=off", "--prefix-ttl-s=9"]) == 0
+    assert capsys.readouterr().err == "kvpoold: prefix_ttl_s = 9.0 has no effect: prefix_cache is off\n"
     file.write_text("max_num_seqs = none\n")
     assert main(["--config", str(file), "--check-config"]) == 2
 
