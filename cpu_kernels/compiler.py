@@ -26,9 +26,10 @@ from numba.core import config as numba_config
 from numpy.typing import NDArray
 
 from .executor import OPERATIONS, run_thread
-from .isa import FORMAT_NAMES, Isa, host_features
+from .isa import FORMAT_NAMES, host_features, host_isa
 from .jit import LOADED_NS
 from .machine_code import load_functions
+from .side_by_side import compile_side_by_side
 from .tile import tile_names, tile_table, tiles_module
 
 Progress = Callable[[str, float], None]
@@ -38,7 +39,12 @@ HERE = Path(__file__).parent
 _SIGNATURE = types.void(*[types.int64] * 4)  # of every operation, and of `run_thread`
 _lock = threading.Lock()
 _compiled: dict[str, Any] = {}  # Numba's functions own their code: they live as long as the process
-_tiles: dict[tuple[str, tuple[int, ...]], NDArray[np.int64]] = {}
+_tiles: dict[tuple[int, ...], NDArray[np.int64]] = {}  # by formats
+
+_ALL: list[Callable[..., None]] = [run_thread, *OPERATIONS.values()]
+SLOW = ("sample", "attend_shared", "linear")
+
+COMPILING, LOADING = "compiling CPU kernels", "loading CPU kernels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,9 @@ def cache_key(module: str) -> str:
     return digest.hexdigest()
 
 
-def load_kernels(isa: Isa, formats: Sequence[int], cache: Path, progress: Progress) -> Kernels:
-    """Compile the kernels for `formats`, or read them from `cache`, and say so through `progress`.
+def load_kernels(formats: Sequence[int], cache: Path, progress: Progress, processes: int = 1) -> Kernels:
+    """Compile the kernels for `formats` on this processor, or read them from `cache`, and say so through `progress`.
+    Several processes at once fill the cache, where there is much to compile.
 
     A cache that cannot be written only costs time: `progress` is told why.
     """
@@ -95,27 +102,55 @@ def load_kernels(isa: Isa, formats: Sequence[int], cache: Path, progress: Progre
         problem = _unusable(cache)
         if problem:
             progress(f"kernels will not be cached: {problem}", 0.0)
-        kept = None if problem else cache
+        kept, begun = None if problem else cache, 0.0
+        absent = missing(formats, kept) if kept is not None else []
+        if kept is not None and len(absent) > 1 and processes > 1:
+            begun = 0.9
+            progress(COMPILING, 0.0)
+            compile_side_by_side(
+                absent, kept, processes, lambda number: progress(COMPILING, begun * number / len(absent))
+            )
         parts = len(OPERATIONS) + 2
         functions = np.zeros(len(OPERATIONS), dtype=np.int64)
         for number, (opcode, operation) in enumerate(OPERATIONS.items()):
-            progress(_doing(operation, kept), number / parts)
+            progress(_doing(operation, kept), begun + (1 - begun) * number / parts)
             functions[opcode] = _compile(operation, kept).address
-        progress(_doing(run_thread, kept), (parts - 2) / parts)
+        progress(_doing(run_thread, kept), begun + (1 - begun) * (parts - 2) / parts)
         entry = _compile(run_thread, kept).ctypes
-        progress("loading CPU kernels", (parts - 1) / parts)
-        tiles = _load_tiles(isa, tuple(formats), kept)
-        progress("loading CPU kernels", 1.0)
+        progress(LOADING, begun + (1 - begun) * (parts - 1) / parts)
+        tiles = _load_tiles(tuple(formats), kept)
+        progress(LOADING, 1.0)
     return Kernels(functions, tiles, entry)
+
+
+def missing(formats: Sequence[int], cache: Path) -> list[str]:
+    """Names of operations and of formats of tiles that are not in `cache`, nor in this process; slow ones first."""
+    operations = [function for function in _ALL if not _is_known(function, cache)]
+    operations.sort(key=lambda function: function.__name__ not in SLOW)
+    tiles = [number for number in formats if not _tiles_file(number, cache).exists()]
+    return [function.__name__ for function in operations] + [FORMAT_NAMES[number] for number in tiles]
+
+
+def make(name: str, cache: Path) -> None:
+    """Compile one of `missing`, and keep it in `cache`."""
+    for function in _ALL:
+        if function.__name__ == name:
+            _compile(function, cache)
+    for number, format_name in FORMAT_NAMES.items():
+        if format_name == name:
+            _tiles_of(number, cache)
 
 
 def _doing(function: Callable[..., None], cache: Path | None) -> str:
     """What people are told while `function` is made ready: compiling takes seconds, and happens once."""
+    return LOADING if _is_known(function, cache) else COMPILING
+
+
+def _is_known(function: Callable[..., None], cache: Path | None) -> bool:
     directory = _directory(cache, module_of(function))
-    known = function.__name__ in _compiled or (
+    return function.__name__ in _compiled or (
         directory is not None and any(directory.rglob(f"*.{function.__name__}-*"))
     )
-    return "loading CPU kernels" if known else "compiling CPU kernels"
 
 
 def module_of(function: Callable[..., None]) -> str:
@@ -133,17 +168,25 @@ def _compile(function: Callable[..., None], cache: Path | None) -> Any:
     return _compiled[name]
 
 
-def _load_tiles(isa: Isa, formats: tuple[int, ...], cache: Path | None) -> NDArray[np.int64]:
+def _load_tiles(formats: tuple[int, ...], cache: Path | None) -> NDArray[np.int64]:
     """The table of all tiles; each format has object code of its own, which any combination of formats shares."""
-    key = isa.name, formats
-    if key not in _tiles:
-        directory = _directory(cache, "tile")
+    if formats not in _tiles:
         addresses: dict[str, int] = {}
         for number in formats:
-            file = directory / f"tiles-{isa.name}-{FORMAT_NAMES[number]}.o" if directory is not None else None
-            addresses |= load_functions(partial(tiles_module, isa, [number]), tile_names(isa, [number]), file)
-        _tiles[key] = tile_table(isa, formats, addresses)
-    return _tiles[key]
+            addresses |= _tiles_of(number, cache)
+        _tiles[formats] = tile_table(host_isa(), formats, addresses)
+    return _tiles[formats]
+
+
+def _tiles_of(number: int, cache: Path | None) -> dict[str, int]:
+    """Addresses of a format's tiles."""
+    isa = host_isa()
+    file = _tiles_file(number, cache) if cache is not None else None
+    return load_functions(partial(tiles_module, isa, [number]), tile_names(isa, [number]), file)
+
+
+def _tiles_file(number: int, cache: Path) -> Path:
+    return _made(cache, "tile") / f"tiles-{host_isa().name}-{FORMAT_NAMES[number]}.o"
 
 
 def _unusable(cache: Path) -> str:
@@ -160,8 +203,10 @@ def _unusable(cache: Path) -> str:
 
 def _directory(cache: Path | None, module: str) -> Path | None:
     """Where what is compiled from `module` is kept."""
-    if cache is None:
-        return None
+    return None if cache is None else _made(cache, module)
+
+
+def _made(cache: Path, module: str) -> Path:
     directory = cache / f"{module}-{cache_key(module)}"
     directory.mkdir(exist_ok=True)
     return directory

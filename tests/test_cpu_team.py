@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvpool.cpu_kernels import table as t
 from kvpool.cpu_kernels.compiler import cache_key, changed_sources, load_kernels, sources
 from kvpool.cpu_kernels.executor import await_units, claim, run_step
-from kvpool.cpu_kernels.isa import FLOAT32, host_isa
+from kvpool.cpu_kernels.isa import FLOAT32
 from kvpool.cpu_kernels.jit import entry_point
 from kvpool.cpu_kernels.memory import atomic_add
 from kvpool.cpu_kernels.team import Team
@@ -161,7 +161,7 @@ def test_a_failing_thread_is_reported_and_nobody_hangs() -> None:
 
 def test_real_threads_sleep_between_steps() -> None:
     """Two hundred empty steps, then a second in which no processor time is used."""
-    kernels = load_kernels(host_isa(), [FLOAT32], cache_directory() / "kernels", lambda what, share: None)
+    kernels = load_kernels([FLOAT32], cache_directory() / "kernels", lambda what, share: None)
     state = new_state()
     state[t.FUNCTIONS] = kernels.functions.ctypes.data
     operations = np.zeros((2, t.ROW_WORDS), dtype=np.int64)
@@ -181,7 +181,7 @@ def test_real_threads_sleep_between_steps() -> None:
 def test_a_cache_that_cannot_be_written_is_said_and_harmless(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said: list[str] = []
-    kernels = load_kernels(host_isa(), [FLOAT32], tmp_path / "file" / "kernels", lambda what, share: said.append(what))
+    kernels = load_kernels([FLOAT32], tmp_path / "file" / "kernels", lambda what, share: said.append(what))
     assert kernels.functions.all()
     assert said[0].startswith("kernels will not be cached: ")
     assert str(tmp_path / "file") in said[0]

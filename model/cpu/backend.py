@@ -155,7 +155,7 @@ class CpuBackend(PlainHostPool):
         held, read = set(self._weights.formats.values()), set(self._read_as.values())
         unpacked = {host_isa().unpacked[number] for number in held | read if number in host_isa().unpacked}
         formats = sorted({self._layout.kv.tile_format} | held | read | unpacked)
-        kernels = load_kernels(host_isa(), formats, self._kernel_cache, self._progress)
+        kernels = load_kernels(formats, self._kernel_cache, self._progress, usable_cpus())
         if BFLOAT16_DOT in read and not dot_agrees(kernels.tiles):
             self._progress("bfloat16 dot products failed their check; using float32 arithmetic", 1.0)
             self._read_as = {k: BFLOAT16 if name == BFLOAT16_DOT else name for k, name in self._read_as.items()}

@@ -1,0 +1,84 @@
+"""The first start on a machine: several processes fill the cache of kernels, and nothing depends on their success."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpool.cpu_kernels import compiler, side_by_side
+from kvpool.cpu_kernels.compiler import load_kernels, missing
+from kvpool.cpu_kernels.isa import FLOAT16, FLOAT32
+from kvpool.cpu_kernels.side_by_side import compile_side_by_side
+
+QUICK = ["select_rows", "float16"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has just begun."""
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(compiler, "_tiles", {})
+
+
+def test_what_is_missing_is_made_by_other_processes_and_found_here(tmp_path: Path) -> None:
+    before, told = missing([FLOAT16], tmp_path), []
+    assert set(before[:3]) == set(compiler.SLOW)
+    assert set(QUICK) < set(before)
+    compile_side_by_side(QUICK, tmp_path, 2, told.append)
+    assert told == [1, 2]
+    assert set(before) - set(missing([FLOAT16], tmp_path)) == set(QUICK)
+    assert compiler._compiled == {}
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/nowhere/python"])
+def test_what_other_processes_cannot_make_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executable: str
+) -> None:
+    before, told = missing([FLOAT16], tmp_path), []
+    monkeypatch.setattr(sys, "executable", executable)
+    compile_side_by_side(before, tmp_path, 2, told.append)
+    assert missing([FLOAT16], tmp_path) == before
+
+
+def test_they_end_with_the_thread_that_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = side_by_side._start
+
+    def watched(cache: Path) -> subprocess.Popen[bytes]:
+        started.append(start(cache))
+        return started[-1]
+
+    def stop(number: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(side_by_side, "_start", watched)
+    with pytest.raises(KeyboardInterrupt):
+        compile_side_by_side(["select_rows", "sample", "sample"], tmp_path, 2, stop)
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+def test_a_start_asks_for_them_only_where_there_is_much_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], int]] = []
+
+    def note(names: list[str], cache: Path, processes: int, told: object) -> None:
+        asked.append((names, processes))
+
+    monkeypatch.setattr(compiler, "compile_side_by_side", note)
+    monkeypatch.setattr(compiler, "_ALL", [])
+    monkeypatch.setattr(compiler, "OPERATIONS", {})
+    said: list[str] = []
+    for processes in (1, 3):
+        load_kernels([FLOAT32], tmp_path, lambda what, share: said.append(what), processes)
+    assert asked == []
+    monkeypatch.setattr(compiler, "missing", lambda formats, cache: ["a", "b"])
+    for processes in (1, 3):
+        load_kernels([FLOAT32], tmp_path, lambda what, share: said.append(what), processes)
+    assert asked == [(["a", "b"], 3)]
+    assert os.listdir(tmp_path)
