@@ -305,7 +305,7 @@ def _summary(writers: list[Writer], pool: Client, tally: Tally, terminal: Termin
     block_mib = float(str(stats.get("block_bytes", 0))) / 2**20
     compared = f"{reserved / max(1, tally.peak_blocks):.0f} times as much"
     if reserved > snapshot.num_blocks:
-        compared += f", and more than the {snapshot.num_blocks} there are"
+        compared += f" (there are {snapshot.num_blocks})"
     in_use = snapshot.count(USED)
     rows = [
         ("tokens", f"{tokens} for {len(writers)} processes in {took_s:.1f} s ({tokens / max(took_s, 1e-9):.0f} tok/s)"),
