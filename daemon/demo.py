@@ -311,7 +311,7 @@ def _summary(writers: list[Writer], pool: Client, tally: Tally, terminal: Termin
         ("tokens", f"{tokens} for {len(writers)} processes in {took_s:.1f} s ({tokens / max(took_s, 1e-9):.0f} tok/s)"),
         ("slots that held tokens", f"{100 * share:.1f} % of those allocated, mean over the run"),
         ("memory at the peak", f"{tally.peak_blocks} blocks, {tally.peak_blocks * block_mib:.1f} MiB"),
-        (f"reserving {MAX_MODEL_LEN} each", f"{reserved} blocks, {reserved * block_mib:.1f} MiB: {compared}"),
+        (f"reserving {MAX_MODEL_LEN} each", f"{reserved} blocks, {reserved * block_mib:.0f} MiB: {compared}"),
     ]
     lines: list[Line] = [[(f"  {name:<24}", DIM), (value, PLAIN)] for name, value in rows]
     verdict = (f"{in_use} blocks are still held", RED) if in_use else ("no block is held, nothing is left", GREEN)
