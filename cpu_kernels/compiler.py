@@ -45,6 +45,7 @@ _ALL: list[Callable[..., None]] = [run_thread, *OPERATIONS.values()]
 SLOW = ("sample", "attend_shared", "linear")
 
 COMPILING, LOADING = "compiling CPU kernels", "loading CPU kernels"
+BY_OTHERS = 0.9  # share of the time until all is ready, where other processes compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +103,26 @@ def load_kernels(formats: Sequence[int], cache: Path, progress: Progress, proces
         problem = _unusable(cache)
         if problem:
             progress(f"kernels will not be cached: {problem}", 0.0)
-        kept, begun = None if problem else cache, 0.0
-        absent = missing(formats, kept) if kept is not None else []
-        if kept is not None and len(absent) > 1 and processes > 1:
-            begun = 0.9
-            progress(COMPILING, 0.0)
-            compile_side_by_side(
-                absent, kept, processes, lambda number: progress(COMPILING, begun * number / len(absent))
-            )
-        parts = len(OPERATIONS) + 2
-        functions = np.zeros(len(OPERATIONS), dtype=np.int64)
-        for number, (opcode, operation) in enumerate(OPERATIONS.items()):
-            progress(_doing(operation, kept), begun + (1 - begun) * number / parts)
-            functions[opcode] = _compile(operation, kept).address
-        progress(_doing(run_thread, kept), begun + (1 - begun) * (parts - 2) / parts)
-        entry = _compile(run_thread, kept).ctypes
-        progress(LOADING, begun + (1 - begun) * (parts - 1) / parts)
-        tiles = _load_tiles(tuple(formats), kept)
-        progress(LOADING, 1.0)
+            return _load(formats, None, progress)
+        absent = missing(formats, cache)
+        if len(absent) < 2 or processes < 2:
+            return _load(formats, cache, progress)
+        progress(COMPILING, 0.0)
+        compile_side_by_side(absent, cache, processes, lambda done: progress(COMPILING, BY_OTHERS * done / len(absent)))
+        return _load(formats, cache, lambda what, share: progress(what, BY_OTHERS + (1 - BY_OTHERS) * share))
+
+
+def _load(formats: Sequence[int], cache: Path | None, progress: Progress) -> Kernels:
+    parts = len(OPERATIONS) + 2
+    functions = np.zeros(len(OPERATIONS), dtype=np.int64)
+    for number, (opcode, operation) in enumerate(OPERATIONS.items()):
+        progress(_doing(operation, cache), number / parts)
+        functions[opcode] = _compile(operation, cache).address
+    progress(_doing(run_thread, cache), (parts - 2) / parts)
+    entry = _compile(run_thread, cache).ctypes
+    progress(LOADING, (parts - 1) / parts)
+    tiles = _load_tiles(tuple(formats), cache)
+    progress(LOADING, 1.0)
     return Kernels(functions, tiles, entry)
 
 
