@@ -207,6 +207,7 @@ class Connection:
     def _make_wake_fd(self) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
+        self._close_wake_fd.atexit = False  # a daemon thread may still poll it
 
     def _wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -285,12 +286,11 @@ class Connection:
 def _acquire_surely(lock: threading.Condition) -> None:
     """Acquire although Ctrl-C is pressed meanwhile; raise that afterwards."""
     interrupt: BaseException | None = None
-    while True:
+    acquired: list[bool] = []
+    while not acquired:
         try:
-            lock.acquire()
+            acquired.extend(map(lock.acquire, (True,)))  # in one go: what is raised once it is held says so
         except BaseException as error:
             interrupt = error
-        else:
-            break
     if interrupt is not None:
         raise interrupt

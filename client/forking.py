@@ -3,15 +3,17 @@ parent, what the child has too is not used again."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
 from weakref import WeakMethod
 
-_Hooks = list[WeakMethod[Callable[[], None]]]
+_Hooks = dict[int, WeakMethod[Callable[[], None]]]
 
-_in_child: _Hooks = []
-_in_parent: _Hooks = []
+_in_child: _Hooks = {}
+_in_parent: _Hooks = {}
+_numbers = itertools.count()
 _forking: set[int] = set()  # threads
 _installed = False
 
@@ -36,8 +38,10 @@ def _add(hooks: _Hooks, method: Callable[[], None]) -> None:
     if not _installed:
         os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
         _installed = True
-    hooks[:] = [hook for hook in hooks if hook() is not None]
-    hooks.append(WeakMethod(method))
+    for number, hook in list(hooks.items()):
+        if hook() is None:
+            hooks.pop(number, None)
+    hooks[next(_numbers)] = WeakMethod(method)
 
 
 def _before() -> None:
@@ -45,8 +49,10 @@ def _before() -> None:
 
 
 def _after_in_parent() -> None:
-    _run(_in_parent)
-    _forking.discard(threading.get_ident())
+    try:
+        _run(_in_parent)
+    finally:
+        _forking.discard(threading.get_ident())
 
 
 def _after_in_child() -> None:
@@ -55,7 +61,7 @@ def _after_in_child() -> None:
 
 
 def _run(hooks: _Hooks) -> None:
-    for hook in hooks:
+    for hook in list(hooks.values()):
         method = hook()
         if method is not None:
             method()

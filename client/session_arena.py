@@ -29,6 +29,7 @@ class SessionArena:
         self.ring = RingReader(self._arena, self._rows)
         self.bell_fd = bell_fd
         self._close_bell = weakref.finalize(self, os.close, bell_fd)  # also of a client that is only dropped
+        self._close_bell.atexit = False  # a daemon thread may still poll it
         self._streams: dict[int, StreamState] = {}  # by handle
         self._handles: dict[str, int] = {}  # by request id
         self._last_handle = 0
@@ -61,6 +62,7 @@ class SessionArena:
     def read(self) -> bool:
         """Give every token in the ring to its stream; whether there were any. Raises ProtocolError for a ring that
         cannot be."""
+        self._rows.settle_ended()
         tokens = self.ring.read()
         for handle, event in tokens:
             stream = self._streams.get(handle)

@@ -228,16 +228,18 @@ class StreamState:
         return grants
 
     def attach(self) -> Attach:
-        """What to say on a new connection to go on from here. All credit is granted anew."""
+        """What to say on a new connection to go on from here. All credit is granted anew, to each sample as much as the
+        one with most unread may have; the others are granted the rest at the next read."""
+        credit = None
+        if self.window is not None:
+            credit = max(0, self.window - max(sample.unread for sample in self._samples))
         for sample in self._samples:
-            sample.ungranted = 0
+            sample.ungranted = (
+                0 if credit is None or self.window is None else max(0, self.window - sample.unread - credit)
+            )
             sample.may_finish_again = sample.finish_reason is not None
-        unread = max(sample.unread for sample in self._samples)
-        return Attach(
-            self.request_id,
-            have=tuple(len(sample.token_ids) for sample in self._samples),
-            credit=None if self.window is None else max(0, self.window - unread),
-        )
+        self.owes_credit = True
+        return Attach(self.request_id, have=tuple(len(sample.token_ids) for sample in self._samples), credit=credit)
 
     def abandon(self) -> None:
         """Nobody reads this any more: drop what waits, keep nothing that comes."""

@@ -76,6 +76,8 @@ class Transport(ABC):
         return came
 
     def _flush(self, core: Core) -> None:
+        if self._dealer.closed:  # by the finalizer: the interpreter ends, and somebody's stream only now
+            raise ConnectionLost("this process ends")
         while core.outbox:
             try:
                 self._dealer.send(core.outbox[0], zmq.NOBLOCK)

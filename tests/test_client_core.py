@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvpool.client.core import Core, DaemonGone, EndOfStream, State
 from kvpool.client.lifeline import FrameKind, encode_frame
-from kvpool.client.results import TAIL_TOKEN_ID
+from kvpool.client.results import TAIL_TOKEN_ID, TokenEvent
+from kvpool.client.stream_state import StreamState
 from kvpool.client.wire.errors import (
     Busy,
     ConnectionLost,
@@ -619,3 +620,17 @@ def test_every_token_once_and_in_order_whatever_the_connection_does(data: st.Dat
     with pytest.raises(EndOfStream):
         core.read(stream)
     assert seen == list(range(total)) == stream.result().token_ids
+
+
+def test_after_a_loss_every_sample_gets_on() -> None:
+    """One has more unread than its window, of another all was read."""
+    stream = StreamState("r", 2, window=4)
+    for sample, count in ((0, 5), (1, 5)):
+        for index in range(count):
+            stream.push_event(TokenEvent(7, "", None, index, sample))
+    for _ in range(5):
+        stream.take()
+    assert stream.attach().credit == 0
+    stream.take()
+    assert stream.owes_credit
+    assert [(grant.sample, grant.amount) for grant in stream.credit_due()] == [(0, 4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from kvpool.client import (
     TokenEvent,
     TooLong,
 )
+from kvpool.client.connection import _acquire_surely
 from kvpool.client.core import Core
 from kvpool.client.transport import Transport
 from kvpool.client.wire.errors import ERRORS_BY_CODE
@@ -439,6 +442,62 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(path: Path) -> None:
         daemon.wait_for_type(Cancel)
         daemon.do(lambda peer: peer.finish(stream.request_id, "cancelled"))
         assert stream.result().finish_reason == "cancelled"
+
+
+def acquire_interrupted(lock: threading.Lock, at: int) -> list[bool]:
+    """Take a lock as clients do, with an exception at the n-th instruction: whether it was held in that moment, if that
+    many were executed. The lock is waited for at most ten seconds."""
+    held: list[bool] = []
+    left = at
+
+    def handler(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        nonlocal left
+        if frame.f_code is not _acquire_surely.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if event == "opcode" and left == 0:
+            held.append(lock.locked())
+            raise KeyboardInterrupt
+        return handler
+
+    def acquire() -> None:
+        sys.settrace(handler)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                _acquire_surely(threading.Condition(lock))
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=acquire, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), f"it waits for the lock that it holds, interrupted at instruction {at}"
+    return held
+
+
+def test_a_handler_that_raises_while_the_lock_is_taken_leaves_it_held() -> None:
+    """Signals arrive between any two instructions: here at the first, then at the second, and so on."""
+    for at in range(1, 1000):
+        lock = threading.Lock()
+        held = acquire_interrupted(lock, at)
+        if not held:
+            break
+        assert lock.locked() or not held[0], f"interrupted at instruction {at}"
+    assert 20 < at < 1000
+
+
+def test_a_program_that_just_ends_says_nothing(path: Path) -> None:
+    """With a stream that is not over."""
+    code = (
+        "import sys\n"
+        "from kvpool.client import Client\n"
+        "pool = Client(sys.argv[1]); stream = pool.submit([1], max_tokens=1000); next(stream)\n"
+    )
+    with FakeDaemon(path, trickle):
+        command = [sys.executable, "-c", code, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_descriptor_is_left(path: Path) -> None:

@@ -67,3 +67,14 @@ def test_credit_bounds_what_is_on_its_way(daemon: DaemonProcess) -> None:
         assert pool.generate(PROMPT, max_tokens=20, temperature=0.0).finish_reason == "length"
         (row,) = pool.ps()
         assert (row["state"], row["num_output_tokens"]) == ("paused", 5)
+
+
+def test_who_keeps_every_row_of_many_samples_goes_on() -> None:
+    """Each step has more rows than places are left: the rest goes when the daemon tries again, and nothing else wakes
+    it for the step after that."""
+    settings = {"max_num_seqs": 256, "max_num_batched_tokens": 256, "journal": "off"}
+    params = {"n": 64, "max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+    with DaemonProcess(**settings) as daemon, daemon.client(stream_timeout_s=5.0) as pool:
+        streams = [pool.submit(PROMPT, want_logits=True, **params) for _ in range(4)]
+        rows = [event.logits for stream in streams for event in stream]
+        assert len([row for row in rows if row is not None]) == 4 * 64 * 6

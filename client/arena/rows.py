@@ -81,19 +81,22 @@ class _Loan(weakref.ref[Float32]):
 
 class RowReader:
     """The client's end. Arrays may go in any thread at any time, also when the arena was closed: its memory goes with
-    the last of them."""
+    the last of them. That one went is only noted then, by no Python code that a signal could interrupt, and its place
+    given back when the client reads the next time."""
 
     def __init__(self, arena: Arena) -> None:
         self._words = arena.words
         self._places = [row.toreadonly() for row in arena.rows]
-        self._max_loans = len(self._places) * 3 // 4
+        self._max_loans = len(self._places) // 2
         self._loans: dict[int, _Loan] = {}  # by place
+        self._ended: deque[_Loan] = deque()
         self._times_returned = [0] * len(self._places)
         after_fork_in_parent(self._leave_to_child)
         after_fork_in_child(self.close)
 
     def take(self, place: int) -> Float32:
         """The row that lies there, little-endian, read-only. Raises ProtocolError for a place that cannot be."""
+        self.settle_ended()
         if place >= len(self._places) or place in self._loans:
             raise ProtocolError(f"there is no row to be read at {place}", field="arena.rows")
         row = np.frombuffer(self._places[place], dtype="<f4")
@@ -101,17 +104,20 @@ class RowReader:
             row = _copy(row)
             self._give_back(place)
         else:
-            self._loans[place] = _Loan(row, place, self._end)
+            self._loans[place] = _Loan(row, place, self._ended.append)
         return row
 
-    def _end(self, loan: _Loan) -> None:
-        if not loan.for_ever and not forking() and self._loans.pop(loan.place, None) is not None:
-            self._give_back(loan.place)
+    def settle_ended(self) -> None:
+        """Give back the places of arrays that are gone."""
+        while self._ended and not forking():
+            loan = self._ended.popleft()
+            if not loan.for_ever:
+                del self._loans[loan.place]
+                self._give_back(loan.place)
 
     def _give_back(self, place: int) -> None:
         self._times_returned[place] += 1
-        with contextlib.suppress(ValueError):  # the arena was closed by another thread meanwhile
-            self._words[ROWS_RETURNED + place] = self._times_returned[place]
+        self._words[ROWS_RETURNED + place] = self._times_returned[place]
 
     def _leave_to_child(self) -> None:
         """The child has the same arrays, for as long as it likes: what they show stays theirs."""
@@ -121,6 +127,7 @@ class RowReader:
     def close(self) -> None:
         """Nothing is given back any more. Idempotent."""
         self._loans.clear()
+        self._ended.clear()
         for place in self._places:
             with contextlib.suppress(BufferError):  # in use by a program's array, and gone with it
                 place.release()

@@ -120,6 +120,11 @@ class Engine:
         return min((time for time in times if time is not None), default=None)
 
     @property
+    def is_due(self) -> bool:
+        """Something changed since the last `turn`: the next is due at once."""
+        return bool(self._outputs) or (self._changed and self._plan is None)
+
+    @property
     def survives(self) -> bool:
         """The next daemon will go on with what is not finished."""
         return self.journal is not None and self.journal.works

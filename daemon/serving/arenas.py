@@ -17,17 +17,18 @@ RING_RECORDS = 8192
 MIN_UPLOAD_BYTES, MAX_UPLOAD_BYTES = 64 * 2**10, 4 * 2**20
 BULK_ROWS = 32
 MIN_BULK_BYTES, MAX_BULK_BYTES = 2**20, 64 * 2**20
-MAX_ROWS = 64
-"""Those of 16 samples that a program looks at, of 16 that it will next, and of 16 that are on their way."""
+MIN_ROWS, MAX_ROWS, ROWS_BYTES = 32, 128, 64 * 2**20
+"""Places for rows: as many as a program may keep uncopied, and as many again that are on their way."""
 
 
 def layout_for(*, vocab_size: int, max_model_len: int) -> Layout:
-    """Room for two of the longest prompts, for BULK_ROWS rows of logits that messages tell of, and for MAX_ROWS that
-    the ring does, within bounds. What is never used of it costs no memory."""
+    """Room for two of the longest prompts, for BULK_ROWS rows of logits that messages tell of, and for more that the
+    ring does, within bounds. What is never used of it costs no memory."""
     upload = min(max(2 * max_model_len * ITEM_BYTES, MIN_UPLOAD_BYTES), MAX_UPLOAD_BYTES)
     row = vocab_size * 4
     bulk = min(max(BULK_ROWS * row, MIN_BULK_BYTES), MAX_BULK_BYTES)
-    return Layout(RING_RECORDS, whole_pages(upload), whole_pages(bulk), row, MAX_ROWS)
+    num_rows = min(max(ROWS_BYTES // whole_pages(row), MIN_ROWS), MAX_ROWS)
+    return Layout(RING_RECORDS, whole_pages(upload), whole_pages(bulk), row, num_rows)
 
 
 class SessionArena:

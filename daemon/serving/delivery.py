@@ -123,10 +123,19 @@ class Delivery:
             self._gone(session)
         return sent
 
-    def retry(self) -> None:
-        """Offer slow readers what is held for them; whoever has taken everything goes on."""
+    def retry(self) -> bool:
+        """Offer slow readers what is held for them; whoever has taken everything goes on. Whether anybody took some."""
+        before = self._bytes_left()
         for session in list(self._slow):
             self.offer(session)
+        return self._bytes_left() < before
+
+    def _bytes_left(self) -> int:
+        """Held for slow readers, without what was taken of a first parcel."""
+        taken = (
+            num_bytes - parcel.num_bytes for parcel, num_bytes in (slow.outbox[0] for slow in self._slow if slow.outbox)
+        )
+        return sum(slow.held_bytes for slow in self._slow) - sum(taken)
 
     def offer(self, session: Session) -> None:
         """The same for one of them."""
@@ -145,8 +154,3 @@ class Delivery:
     @property
     def has_slow(self) -> bool:
         return bool(self._slow)
-
-    @property
-    def num_held(self) -> int:
-        """Parcels held for slow readers."""
-        return sum(len(session.outbox) for session in self._slow)

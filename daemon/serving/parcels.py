@@ -48,7 +48,7 @@ Send = Callable[[bytes, bytes], Sent]
 class Parcel(Protocol):
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds until it is delivered, about."""
+        """Memory that it holds until it is delivered, about; less when part of it was taken."""
 
     def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
         """Deliver, or what is left of it. A bell that is to be rung for it is added to `bells`. Raises ProtocolError if
@@ -129,7 +129,7 @@ class RingRecords:
 
     @property
     def num_bytes(self) -> int:
-        return len(self._records) + sum(row.nbytes for _, row in self._logits or ())
+        return len(self._records) - self._written + sum(row.nbytes for _, row in self._logits or ())
 
     def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
         arena = session.arena

@@ -188,6 +188,8 @@ class Server:
         routers = [self._router] if self._remote is None else [self._router, self._remote.router]
         if any(int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN for router in routers):
             return 0.0
+        if self._engine.is_due:  # who was slow has taken everything, after the engine's turn
+            return 0.0
         dues = [self._timers.next_due, self._engine.wake_at, self._stop_at, self._engine.scheduler.pins.next_expiry]
         now = time.monotonic()
         if self._clients.delivery.has_slow:
@@ -301,9 +303,7 @@ class Server:
         self._timers.run(now)
         self._engine.scheduler.pins.expire(now)
         if self._clients.delivery.has_slow:
-            before = self._clients.delivery.num_held
-            self._clients.delivery.retry()
-            progressed = self._clients.delivery.num_held < before
+            progressed = self._clients.delivery.retry()
             self._slow_retry_s = SLOW_RETRY_S if progressed else min(1.0, self._slow_retry_s * 1.5)
         self._audit(now)
 
