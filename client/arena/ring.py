@@ -90,9 +90,10 @@ def pack_tokens(
         for row in with_logprob:
             tails[row] = _tails_with_logprob[texts[row]]
     records = list(map(NUMBERS_AND_TAIL.pack, handles, indexes, token_ids, logprobs, samples, tails))
-    for row in [row for row, tail in enumerate(tails) if len(tail) > TAIL.size]:  # have several, with the same numbers
-        numbers, tail = records[row][:FLAGS_AT], tails[row]
-        records[row] = b"".join(numbers + tail[at : at + TAIL.size] for at in range(0, len(tail), TAIL.size))
+    if max(map(len, tails), default=0) > TAIL.size:
+        for row in [row for row, tail in enumerate(tails) if len(tail) > TAIL.size]:
+            numbers, tail = records[row][:FLAGS_AT], tails[row]  # several records have the same numbers
+            records[row] = b"".join(numbers + tail[at : at + TAIL.size] for at in range(0, len(tail), TAIL.size))
     for row in with_logits:
         records[row] = records[row][:FLAGS_AT] + _tail_of_logits + records[row]
     return records
