@@ -12,7 +12,6 @@ from ..engine.ring_tokens import RingTokens
 from .parcels import RingRecords
 from .sessions import Session
 
-
 Picker = Callable[[list[bytes]], Iterable[bytes]]
 """Gives what a list has at certain places."""
 
