@@ -6,12 +6,13 @@ the processor, because Numba itself only notices a change of the file that holds
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -104,12 +105,24 @@ def load_kernels(formats: Sequence[int], cache: Path, progress: Progress, proces
         if problem:
             progress(f"kernels will not be cached: {problem}", 0.0)
             return _load(formats, None, progress)
-        absent = missing(formats, cache)
-        if len(absent) < 2 or processes < 2:
+        if len(missing(formats, cache)) < 2 or processes < 2:
             return _load(formats, cache, progress)
         progress(COMPILING, 0.0)
-        compile_side_by_side(absent, cache, processes, lambda done: progress(COMPILING, BY_OTHERS * done / len(absent)))
+        with _filling(cache):
+            absent = missing(formats, cache)  # less, where another process was at it
+            compile_side_by_side(
+                absent, cache, processes, lambda done: progress(COMPILING, BY_OTHERS * done / len(absent))
+            )
         return _load(formats, cache, lambda what, share: progress(what, BY_OTHERS + (1 - BY_OTHERS) * share))
+
+
+@contextmanager
+def _filling(cache: Path) -> Iterator[None]:
+    """One process after the other: two that start together would compile everything twice."""
+    with (cache / "filling").open("w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _load(formats: Sequence[int], cache: Path | None, progress: Progress) -> Kernels:

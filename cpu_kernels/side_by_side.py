@@ -24,7 +24,7 @@ def compile_side_by_side(names: Sequence[str], cache: Path, processes: int, told
             compilers.extend(
                 stack.enter_context(_start(cache)) for _ in range(min(processes, len(names), MAX_PROCESSES))
             )
-        if not compilers:
+        if not compilers:  # or nothing to make
             return
         idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         for compiler in compilers:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -119,6 +120,7 @@ class Rows(RuleBasedStateMachine):
 
 
 TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_rows_of_a_reader_that_keeps_up_lie_in_one_place(ends: Ends) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import fcntl
 import signal
 import subprocess
 import sys
@@ -71,14 +71,24 @@ def test_a_start_asks_for_them_only_where_there_is_much_to_compile(
         asked.append((names, processes))
 
     monkeypatch.setattr(compiler, "compile_side_by_side", note)
-    monkeypatch.setattr(compiler, "_ALL", [])
-    monkeypatch.setattr(compiler, "OPERATIONS", {})
-    said: list[str] = []
-    for processes in (1, 3):
-        load_kernels([FLOAT32], tmp_path, lambda what, share: said.append(what), processes)
-    assert asked == []
-    monkeypatch.setattr(compiler, "missing", lambda formats, cache: ["a", "b"])
-    for processes in (1, 3):
-        load_kernels([FLOAT32], tmp_path, lambda what, share: said.append(what), processes)
+    monkeypatch.setattr(compiler, "_load", lambda formats, cache, progress: cache)
+    for absent in (["a"], ["a", "b"]):
+        monkeypatch.setattr(compiler, "missing", lambda formats, cache, absent=absent: absent)
+        for processes in (1, 3):
+            assert load_kernels([FLOAT32], tmp_path, lambda what, share: None, processes) == tmp_path
     assert asked == [(["a", "b"], 3)]
-    assert os.listdir(tmp_path)
+
+
+def test_two_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits while the other fills the cache, and then looks again what is missing."""
+    asked: list[list[str]] = []
+    lacking = [["a", "b"], []]
+    monkeypatch.setattr(compiler, "missing", lambda formats, cache: lacking.pop(0))
+    monkeypatch.setattr(compiler, "compile_side_by_side", lambda names, *others: asked.append(names))
+    monkeypatch.setattr(compiler, "_load", lambda formats, cache, progress: cache)
+    load_kernels([FLOAT32], tmp_path, lambda what, share: None, 2)
+    assert asked == [[]]
+    with (tmp_path / "filling").open("w") as file:
+        with compiler._filling(tmp_path), pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

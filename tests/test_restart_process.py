@@ -50,9 +50,9 @@ def journal_of(daemon: DaemonProcess) -> Path:
 
 def test_random_deaths_under_load_change_no_token() -> None:
     """The short form of bench/chaos.py."""
-    outcome = run_chaos(rounds=2, clients=2, seed=5)
+    outcome = run_chaos(rounds=1, clients=2, seed=5)
     assert outcome.wrong == []
-    assert outcome.kills >= 2
+    assert outcome.kills >= 1
     assert outcome.answers > 0
 
 
