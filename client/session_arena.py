@@ -62,7 +62,6 @@ class SessionArena:
     def read(self) -> bool:
         """Give every token in the ring to its stream; whether there were any. Raises ProtocolError for a ring that
         cannot be."""
-        self._rows.settle_ended()
         tokens = self.ring.read()
         for handle, event in tokens:
             stream = self._streams.get(handle)

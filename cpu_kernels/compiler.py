@@ -84,8 +84,10 @@ def changed_sources(since_ns: int = LOADED_NS) -> list[str]:
     return sorted(path.name for path in HERE.glob("*.py") if path.stat().st_mtime_ns > since_ns)
 
 
+@cache
 def cache_key(module: str) -> str:
-    """Changes with any source that `module` can reach, with the compiler and with the processor."""
+    """Changes with any source that `module` can reach, with the compiler and with the processor. (Sources that change
+    under this process are `changed_sources`: then nothing is kept.)"""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(sources(module)):
         digest.update(name.encode() + b"\0" + (HERE / f"{name}.py").read_bytes() + b"\0")

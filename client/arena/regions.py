@@ -2,8 +2,8 @@
 
 A piece lies in one stretch: where it does not fit before the end of the region it begins at the beginning, and it has
 at most half the region's bytes, so that it always fits once everything before it was given back. Pieces are given back
-in the order in which they were taken: a prompt when the daemon has answered its request, rows when the client has
-copied them out.
+in the order in which they were taken: a prompt when the daemon has answered its request, what comes down
+when the client has copied it out.
 """
 
 from __future__ import annotations

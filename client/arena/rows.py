@@ -82,7 +82,7 @@ class _Loan(weakref.ref[Float32]):
 class RowReader:
     """The client's end. Arrays may go in any thread at any time, also when the arena was closed: its memory goes with
     the last of them. That one went is only noted then, by no Python code that a signal could interrupt, and its place
-    given back when the client reads the next time."""
+    given back at the next row."""
 
     def __init__(self, arena: Arena) -> None:
         self._words = arena.words

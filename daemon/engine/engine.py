@@ -113,16 +113,14 @@ class Engine:
 
     @property
     def wake_at(self) -> float | None:
-        """When `turn` is due although nothing happens (monotonic seconds): a deadline, a rate limit, or the journal."""
+        """When `turn` is due although nothing happens (monotonic seconds): a deadline, a rate limit, or the journal; at
+        once (0.0) where something changed after the last turn."""
+        if self._outputs or (self._changed and self._plan is None):
+            return 0.0
         if self._plan is not None:
             return None
         times = [self._wake_at, self.journal.wake_at if self.journal else None]
         return min((time for time in times if time is not None), default=None)
-
-    @property
-    def is_due(self) -> bool:
-        """Something changed since the last `turn`: the next is due at once."""
-        return bool(self._outputs) or (self._changed and self._plan is None)
 
     @property
     def survives(self) -> bool:

@@ -17,7 +17,7 @@ RING_RECORDS = 8192
 MIN_UPLOAD_BYTES, MAX_UPLOAD_BYTES = 64 * 2**10, 4 * 2**20
 BULK_ROWS = 32
 MIN_BULK_BYTES, MAX_BULK_BYTES = 2**20, 64 * 2**20
-MIN_ROWS, MAX_ROWS, ROWS_BYTES = 32, 128, 64 * 2**20
+MIN_PLACES, MAX_PLACES, PLACES_BYTES = 32, 128, 64 * 2**20
 """Places for rows: as many as a program may keep uncopied, and as many again that are on their way."""
 
 
@@ -27,7 +27,7 @@ def layout_for(*, vocab_size: int, max_model_len: int) -> Layout:
     upload = min(max(2 * max_model_len * ITEM_BYTES, MIN_UPLOAD_BYTES), MAX_UPLOAD_BYTES)
     row = vocab_size * 4
     bulk = min(max(BULK_ROWS * row, MIN_BULK_BYTES), MAX_BULK_BYTES)
-    num_rows = min(max(ROWS_BYTES // whole_pages(row), MIN_ROWS), MAX_ROWS)
+    num_rows = min(max(PLACES_BYTES // whole_pages(row), MIN_PLACES), MAX_PLACES)
     return Layout(RING_RECORDS, whole_pages(upload), whole_pages(bulk), row, num_rows)
 
 

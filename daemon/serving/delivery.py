@@ -125,17 +125,14 @@ class Delivery:
 
     def retry(self) -> bool:
         """Offer slow readers what is held for them; whoever has taken everything goes on. Whether anybody took some."""
-        before = self._bytes_left()
+        before = self._left()
         for session in list(self._slow):
             self.offer(session)
-        return self._bytes_left() < before
+        return self._left() != before
 
-    def _bytes_left(self) -> int:
-        """Held for slow readers, without what was taken of a first parcel."""
-        taken = (
-            num_bytes - parcel.num_bytes for parcel, num_bytes in (slow.outbox[0] for slow in self._slow if slow.outbox)
-        )
-        return sum(slow.held_bytes for slow in self._slow) - sum(taken)
+    def _left(self) -> dict[Session, tuple[int, int]]:
+        """Parcels held for each, and bytes that are left of the first."""
+        return {slow: (len(slow.outbox), slow.outbox[0][0].num_bytes) for slow in self._slow if slow.outbox}
 
     def offer(self, session: Session) -> None:
         """The same for one of them."""

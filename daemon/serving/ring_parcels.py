@@ -25,9 +25,7 @@ class RingPacker:
     def __init__(self) -> None:
         self._requests: list[Request] = []  # of the last step, for each of its tokens
         self._handles: list[int] = []
-        self._rows: dict[
-            Session, tuple[list[int], Callable[[list[bytes]], Iterable[bytes]]]
-        ] = {}  # and what picks them
+        self._rows: dict[Session, tuple[list[int], Picker]] = {}
 
     def pack(self, tokens: RingTokens) -> Iterator[tuple[Session, RingRecords]]:
         """A parcel for each session. Nothing of a step is kept once the next, be it empty, was packed."""

@@ -188,8 +188,6 @@ class Server:
         routers = [self._router] if self._remote is None else [self._router, self._remote.router]
         if any(int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN for router in routers):
             return 0.0
-        if self._engine.is_due:  # who was slow has taken everything, after the engine's turn
-            return 0.0
         dues = [self._timers.next_due, self._engine.wake_at, self._stop_at, self._engine.scheduler.pins.next_expiry]
         now = time.monotonic()
         if self._clients.delivery.has_slow:

@@ -101,7 +101,7 @@ def ring_half_written(daemon: DaemonProcess) -> Iterator[None]:
             memory = raw.enter()
             words = memoryview(memory).cast("Q")
             for turn in range(4):
-                raw.send(Submit(f"r{turn}", prompt="The", params=LONG, handle=1 + turn))
+                raw.send(Submit(f"r{turn}", prompt="The", params=LONG, handle=1 + turn, want_logits=turn % 2 == 1))
             for _ in range(50):
                 at = chance.randrange(RING_AT, len(memory) - 4096)
                 memory[at : at + 4096] = chance.randbytes(4096)
