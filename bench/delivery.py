@@ -26,6 +26,7 @@ from kvpool.client.stream_state import StreamState  # noqa: E402
 from kvpool.daemon.serving.arenas import SessionArena, layout_for  # noqa: E402
 from kvpool.daemon.serving.delivery import Delivery  # noqa: E402
 from kvpool.daemon.serving.parcels import Sent  # noqa: E402
+from kvpool.daemon.serving.rings import Rings  # noqa: E402
 from kvpool.daemon.serving.sessions import Peer, Session  # noqa: E402
 from tests.support.engine_harness import Harness  # noqa: E402
 from tests.support.scripted_backend import ScriptedBackend  # noqa: E402
@@ -39,9 +40,10 @@ class Stages:
 
     def __init__(self, count: int, *, want_text: bool) -> None:
         layout = layout_for(vocab_size=49_152, max_model_len=8192)
+        rings = Rings()
         self.sessions = [Session(b"%d" % i, Peer(0, 0, 0), "", str(i), b"") for i in range(min(SESSIONS, count))]
         for session in self.sessions:
-            session.arena = SessionArena(layout)
+            session.arena = SessionArena(layout, rings)
         self.harness = Harness(
             num_blocks=10 * count,
             max_num_seqs=count,
@@ -55,7 +57,7 @@ class Stages:
             request = self.harness.submit([5, 6, 7 + number % 300], session=session, **options)
             request.handle = number // len(self.sessions) + 1
         nobody = cast(Any, None)  # is slow, gone or hostile
-        self.delivery = Delivery(self.harness.engine, lambda peer, data: Sent.YES, gone=nobody, damaged=nobody)
+        self.delivery = Delivery(self.harness.engine, lambda peer, data: Sent.YES, rings, gone=nobody, damaged=nobody)
         self.spent: dict[str, list[float]] = {"schedule, collect": [], "text, messages": [], "ring": [], "reader": []}
 
     def run(self) -> None:
@@ -75,7 +77,7 @@ class Stages:
             engine.turn(self.harness.now, step_done=engine.in_flight)
             turned = time.thread_time()
             outputs = engine.take_outputs(), engine.take_ring_tokens(), engine.epoch
-            self.delivery.give_all(self.delivery.parcels_of(*outputs))
+            self.delivery.give_turn(self.delivery.address(*outputs))
             given = time.thread_time()
             for ring, streams in readers:
                 for handle, event in ring.read():

@@ -55,8 +55,11 @@ class Bench:
         self.endpoint = open_endpoint(Config(), directory / "s")
         self.endpoint.gate.open()
         self.sessions = Sessions(self._ignore, self._ignore, layout_for(vocab_size=VOCAB_SIZE, max_model_len=131_072))
+        self.sessions.rings.load()
         engine = cast(Engine, None)  # nobody is ever so slow that sequences would pause
-        self.delivery = Delivery(engine, self._send, gone=self.sessions.close, damaged=self._damaged)
+        self.delivery = Delivery(
+            engine, self._send, self.sessions.rings, gone=self.sessions.close, damaged=self._damaged
+        )
         self.requests: list[Request] = []
         self.submitted_s: list[float] = []  # CPU time for each prompt that came
 
@@ -115,7 +118,7 @@ class Bench:
             self.sessions.close(session)
 
     def give(self, given: Given) -> None:
-        self.delivery.give_all(self.delivery.parcels_of(*given, 1))
+        self.delivery.give_turn(self.delivery.address(*given, 1))
 
     def finish(self) -> None:
         for request in self.requests:

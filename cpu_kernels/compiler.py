@@ -30,6 +30,7 @@ from .executor import OPERATIONS, run_thread
 from .isa import FORMAT_NAMES, host_features, host_isa
 from .jit import LOADED_NS
 from .machine_code import load_functions
+from .rings import RINGS
 from .side_by_side import compile_side_by_side
 from .tile import tile_names, tile_table, tiles_module
 
@@ -37,12 +38,11 @@ Progress = Callable[[str, float], None]
 
 HERE = Path(__file__).parent
 
-_SIGNATURE = types.void(*[types.int64] * 4)  # of every operation, and of `run_thread`
 _lock = threading.Lock()
 _compiled: dict[str, Any] = {}  # Numba's functions own their code: they live as long as the process
 _tiles: dict[tuple[int, ...], NDArray[np.int64]] = {}  # by formats
 
-_ALL: list[Callable[..., None]] = [run_thread, *OPERATIONS.values()]
+_ALL: list[Callable[..., None]] = [run_thread, *OPERATIONS.values(), *RINGS]
 SLOW = ("sample", "attend_shared", "linear")
 
 COMPILING, LOADING = "compiling CPU kernels", "loading CPU kernels"
@@ -118,6 +118,12 @@ def load_kernels(formats: Sequence[int], cache: Path, progress: Progress, proces
         return _load(formats, cache, lambda what, share: progress(what, BY_OTHERS + (1 - BY_OTHERS) * share))
 
 
+def load_ring_functions(cache: Path) -> list[int]:
+    """The addresses of `rings.RINGS`, C functions of int64, compiled or read from `cache`, if it can be used."""
+    with _lock:
+        return [_compile(function, None if _unusable(cache) else cache).address for function in RINGS]
+
+
 @contextmanager
 def _filling(cache: Path) -> Iterator[None]:
     """One process after the other: two that start together would compile everything twice."""
@@ -176,12 +182,13 @@ def module_of(function: Callable[..., None]) -> str:
 
 
 def _compile(function: Callable[..., None], cache: Path | None) -> Any:
-    """A C function of four int64, compiled once in this process."""
+    """A C function of int64, compiled once in this process."""
     name = function.__name__
     if name not in _compiled:
         directory = _directory(cache, module_of(function))
         with _numba_cache(directory):
-            declare = numba.cfunc(_SIGNATURE, cache=directory is not None, error_model="numpy")
+            signature = types.void(*[types.int64] * function.__code__.co_argcount)
+            declare = numba.cfunc(signature, cache=directory is not None, error_model="numpy")
             _compiled[name] = declare(function)
     return _compiled[name]
 

@@ -145,6 +145,17 @@ def compare_exchange(typing_context: Any, address: Any, expected: Any, value: An
     return types.boolean(types.int64, types.int64, types.int64), generate
 
 
+@instruction
+def fence(typing_context: Any) -> Any:
+    """Every store before it is visible before any load after it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 # -- the processor and the operating system ---------------------------------------------------------------------------
 
 
@@ -208,16 +219,23 @@ def wait_event(typing_context: Any, descriptor: Any, buffer: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@instruction
-def signal_event(typing_context: Any, descriptor: Any, buffer: Any) -> Any:
-    """Add the int64 at `buffer` to an eventfd (`write`). Returns bytes written."""
+def _write_file(name: str, num_bytes: int, meaning: str) -> Callable[..., Any]:
+    """`write` to a descriptor what lies at an address; returns the bytes written, negative where it failed."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        write = _external(builder, "write", INT64, ir.IntType(32), POINTER, INT64)
-        descriptor = builder.trunc(arguments[0], ir.IntType(32))
-        return builder.call(write, [descriptor, builder.inttoptr(arguments[1], POINTER), INT64(8)])
+    def write_file(typing_context: Any, descriptor: Any, buffer: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            write = _external(builder, "write", INT64, ir.IntType(32), POINTER, INT64)
+            descriptor = builder.trunc(arguments[0], ir.IntType(32))
+            return builder.call(write, [descriptor, builder.inttoptr(arguments[1], POINTER), INT64(num_bytes)])
 
-    return types.int64(types.int64, types.int64), generate
+        return types.int64(types.int64, types.int64), generate
+
+    write_file.__name__, write_file.__doc__ = name, meaning
+    return instruction(write_file)
+
+
+signal_event = _write_file("signal_event", 8, "Add the int64 at an address to an eventfd.")
+write_byte = _write_file("write_byte", 1, "Write the byte at an address, to a pipe for instance.")
 
 
 @instruction

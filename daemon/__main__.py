@@ -197,6 +197,8 @@ def _assemble(
     stack.callback(signals.close)
     layout = layout_for(vocab_size=model.config.vocab_size, max_model_len=limits.max_model_len)
     sessions = Sessions(poller.watch, poller.unwatch, layout if config.arena and arena.supported() else None)
+    if sessions.capabilities:
+        sessions.rings.load()
     stack.callback(sessions.hang_up_all)
     # After what was sent last has left, so that a client reads its end before it sees the lifeline hang up.
     stack.callback(endpoint.close)

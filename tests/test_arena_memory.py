@@ -29,12 +29,15 @@ from kvpool.client.arena.arena import (
     Arena,
     Layout,
 )
+from kvpool.client.arena.bell import Bell
 from kvpool.client.arena.regions import BulkReader, BulkWriter, UploadReader, UploadWriter
-from kvpool.client.arena.ring import RECORD, TEXT_BYTES, RingReader, RingWriter, pack_tokens, places_of_logits
+from kvpool.client.arena.ring import RECORD, TEXT_BYTES, RingReader
 from kvpool.client.arena.rows import RowReader
 from kvpool.client.results import TokenEvent
 from kvpool.client.wire.errors import InvalidArgument, ProtocolError
 from kvpool.client.wire.token_ids import pack_token_ids
+from kvpool.daemon.serving.rings import FIRST_CAPACITY, Ring, Rings
+from tests.support.ring_records import Item, records_of
 
 SMALL = Layout(ring_records=128, upload_bytes=PAGE_BYTES, bulk_bytes=PAGE_BYTES, row_bytes=400, num_rows=2)
 
@@ -50,20 +53,12 @@ def both_ends(layout: Layout = SMALL) -> Iterator[tuple[Arena, Arena]]:
     daemon.close()
 
 
-def ring_ends(daemon: Arena, client: Arena) -> tuple[RingWriter, RingReader]:
-    return RingWriter(daemon), RingReader(client, RowReader(client))
+NO_BELL = 2**16
+"""A descriptor that nobody has: without `Rings.wake` nobody uses it."""
 
 
-Item = tuple[int, str, float | None]  # token_id, text, logprob
-
-
-def records_of(items: list[Item], handle: int = 1, index: int = 0, sample: int = 0) -> list[bytes]:
-    """Those of each token of a sample."""
-    ids, texts, logprobs = ([item[i] for item in items] for i in range(3))
-    count = len(items)
-    known = [row for row, logprob in enumerate(logprobs) if logprob is not None]
-    values = [logprob or 0.0 for logprob in logprobs]
-    return pack_tokens([handle] * count, [sample] * count, range(index, index + count), ids, texts, values, known)
+def ring_ends(daemon: Arena, client: Arena) -> tuple[Ring, RingReader]:
+    return Rings().open(daemon, NO_BELL), RingReader(client, RowReader(client))
 
 
 # Layout
@@ -173,8 +168,7 @@ tokens = st.lists(st.tuples(st.integers(0, 2**31 - 1), texts, logprobs), max_siz
 
 
 class RingMachine(RuleBasedStateMachine):
-    """One writer, one reader, and what is between them: records that are written, and those of them that are visible.
-    A token has come when its last record has."""
+    """One writer, one reader, and what is between them. A token has come when its last record has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +177,7 @@ class RingMachine(RuleBasedStateMachine):
         os.close(fd)
         self.writer, self.reader = ring_ends(self.daemon, self.client)
         self.rest = b""  # for which there was no room
-        self.written = self.visible = 0  # records
+        self.unread = 0  # records
         self.coming: deque[list[Any]] = deque()  # of each token: records that are still to be read, handle, event
 
     @precondition(lambda self: not self.rest)
@@ -197,37 +191,32 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def write_rest(self) -> None:
-        free = (SMALL.ring_records - self.written - self.visible) * RECORD_BYTES
+        free = (SMALL.ring_records - self.unread) * RECORD_BYTES
         count = self.writer.write(self.rest)
         assert count == min(len(self.rest), free)
-        self.written += count // RECORD_BYTES
+        self.unread += count // RECORD_BYTES
         self.rest = self.rest[count:]
-
-    @rule()
-    def publish(self) -> None:
-        assert self.writer.publish() is bool(self.written)
-        self.visible, self.written = self.visible + self.written, 0
 
     @rule()
     def read(self) -> None:
         expected = []
-        while self.coming and self.coming[0][0] <= self.visible:
+        while self.coming and self.coming[0][0] <= self.unread:
             count, handle, event = self.coming.popleft()
-            self.visible -= count
+            self.unread -= count
             expected.append((handle, event))
         if self.coming:
-            self.coming[0][0] -= self.visible
-        self.visible = 0
+            self.coming[0][0] -= self.unread
+        self.unread = 0
         assert self.reader.read() == expected
 
-    @precondition(lambda self: self.visible or self.written)
+    @precondition(lambda self: self.unread)
     @rule(tail=st.integers(0, 2**64 - 1))
     def a_false_cursor_is_noticed(self, tail: int) -> None:
         true = self.client.words[RING_TAIL]
         self.client.words[RING_TAIL] = tail
-        published = self.daemon.words[RING_HEAD]
-        if self.writer._tail <= tail <= published:  # nothing that it has seen speaks against it
-            tail = published + 1
+        seen, written = self.writer._rings.read_and_written(self.writer.row)
+        if seen <= tail <= written:  # nothing that it has seen speaks against it
+            tail = written + 1
             self.client.words[RING_TAIL] = tail
         with pytest.raises(ProtocolError, match=r"arena\.ring_tail"):
             self.writer.write(bytes(RECORD_BYTES))
@@ -235,7 +224,8 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def never_more_than_it_holds(self) -> None:
-        assert self.written + self.visible <= SMALL.ring_records
+        assert self.unread <= SMALL.ring_records
+        assert self.daemon.words[RING_HEAD] == self.writer._rings.read_and_written(self.writer.row)[1]
 
     def teardown(self) -> None:
         self.client.close()
@@ -252,7 +242,6 @@ def test_cursors_wrap_around_the_ring_many_times() -> None:
         for round_number in range(100):
             records = b"".join(records_of([(i, f"t{i}", -0.5) for i in range(37)], 3, 37 * round_number))
             assert writer.write(records) == len(records)
-            writer.publish()
             seen += [event.index for _, event in reader.read()]
         assert seen == list(range(3700))
 
@@ -267,7 +256,6 @@ def test_a_full_ring_takes_what_fits_and_goes_on_from_there() -> None:
             records = records[count:]
             if records:
                 assert writer.write(records) == 0
-            writer.publish()
             seen += [event.token_id for _, event in reader.read()]
         assert seen == list(range(300))
 
@@ -278,32 +266,45 @@ def test_a_text_longer_than_the_ring_comes_in_the_end() -> None:
         writer, reader = ring_ends(daemon, client)
         (records,) = records_of([(5, text, None)])
         written = writer.write(records)
-        writer.publish()
         assert reader.read() == []
         assert writer.write(records[written:]) == len(records) - written > 0
-        writer.publish()
         assert reader.read() == [(1, TokenEvent(5, text, None, 0, 0))]
 
 
-def test_what_is_not_published_is_not_read() -> None:
+def test_a_ring_that_is_closed_is_left_alone() -> None:
     with both_ends() as (daemon, client):
-        writer, reader = ring_ends(daemon, client)
-        writer.write(b"".join(records_of([(5, "", None), (6, "", None)], index=9, sample=2)))
-        assert reader.read() == []
-        writer.publish()
-        assert reader.read() == [(1, TokenEvent(5, "", None, 9, 2)), (1, TokenEvent(6, "", None, 10, 2))]
+        rings = Rings()
+        writer, other = rings.open(daemon, NO_BELL), rings.open(daemon, NO_BELL)
+        writer.close()
+        writer.close()
+        assert rings.open(daemon, NO_BELL).row == writer.row
+        assert rings.open(daemon, NO_BELL).row not in (writer.row, other.row)
+        other.close()
+        before = bytes(daemon.ring), client.words[RING_HEAD]
+        assert other.write(b"".join(records_of([(5, "", None)]))) == 0
+        assert (bytes(daemon.ring), client.words[RING_HEAD]) == before
 
 
-def test_a_place_for_logits_stands_before_each_token_that_has_some() -> None:
-    texts = ["", "a text of more than twelve bytes", "é"]
-    columns = [7] * 3, [1] * 3, range(3), [4, 5, 6], texts, [0.0, -0.5, 0.0], [1]
-    plain, with_some = pack_tokens(*columns), pack_tokens(*columns, [1, 2])
-    assert with_some[0] == plain[0]
-    assert places_of_logits(b"".join(plain)) == []
-    assert places_of_logits(b"".join(with_some)) == [RECORD_BYTES + 20, 5 * RECORD_BYTES + 20]
-    for alone, both in zip(plain[1:], with_some[1:], strict=True):
-        assert both[RECORD_BYTES:] == alone
-        assert both[:18] == alone[:18]
+def test_rings_that_come_and_go_before_anybody_is_woken_fill_no_list() -> None:
+    with both_ends() as (daemon, _):
+        rings = Rings()
+        for _ in range(3 * FIRST_CAPACITY):
+            writer = rings.open(daemon, NO_BELL)
+            assert writer.write(b"".join(records_of([(1, "", None)])))
+            assert rings._sleepers.values[:2].tolist() == [1, writer.row]
+            writer.close()
+            daemon.words[RING_TAIL] = 0
+
+
+def test_the_table_grows_under_rings_that_are_open() -> None:
+    with both_ends() as (daemon, client):
+        rings, reader = Rings(), RingReader(client, RowReader(client))
+        writer = rings.open(daemon, NO_BELL)
+        for number in range(3):
+            writer.write(b"".join(records_of([(number, "", None)])))
+            for _ in range(FIRST_CAPACITY):
+                rings.open(daemon, NO_BELL)
+        assert [event.token_id for _, event in reader.read()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("head", [129, 2**63, 2**64 - 1])
@@ -361,20 +362,50 @@ def test_any_bytes_in_the_ring_are_tokens_or_a_protocol_error(records: list[byte
 
 def test_only_a_reader_that_sleeps_is_woken() -> None:
     with both_ends() as (daemon, client):
-        writer, reader = ring_ends(daemon, client)
+        bell, rings, reader = Bell(), Rings(), RingReader(client, RowReader(client))
+        writer = rings.open(daemon, bell.fd)
 
-        def published() -> bool:
+        def rung() -> int:
+            """How often."""
+            rings.wake()
+            try:
+                return len(os.read(bell.reader_fd, 100))
+            except BlockingIOError:
+                return 0
+
+        def write() -> None:
             writer.write(*records_of([(5, "a", -1.0)]))
-            return writer.publish()
 
-        assert published()  # who never says anything is always woken
+        write()
+        write()
+        assert rung() == 1  # who never says anything is always woken
         assert not reader.may_sleep()
         reader.stay_awake()
-        assert not published()
-        assert len(reader.read()) == 2
+        write()
+        assert rung() == 0
+        assert len(reader.read()) == 3
         assert reader.may_sleep()
-        assert published()
-        assert not writer.publish()  # there is nothing new
+        write()
+        assert rung() == 1
+        assert rung() == 0  # there is nothing new
+        bell.close()
+
+
+def test_the_bell_of_a_ring_that_is_closed_is_not_touched() -> None:
+    """Its descriptor may be another file's by the time the others are woken."""
+    with both_ends() as (daemon, _):
+        bell, rings = Bell(), Rings()
+        writer, fd = rings.open(daemon, bell.fd), bell.fd
+        writer.write(*records_of([(5, "a", -1.0)]))
+        writer.close()
+        bell.close()
+        other_end, another = os.pipe2(os.O_NONBLOCK)
+        assert os.dup2(another, fd) == fd
+        rings.wake()
+        with pytest.raises(BlockingIOError):
+            os.read(other_end, 1)
+        for descriptor in {other_end, another, fd}:
+            os.close(descriptor)
 
 
 # The regions

@@ -14,7 +14,7 @@ ROOMS = ("client", "daemon", "model", "cuda_kernels", "cpu_kernels", "systemd")
 
 ARROWS: dict[str, set[str]] = {
     "client": set(),
-    "daemon": {"client", "model"},
+    "daemon": {"client", "model", "cpu_kernels"},
     "model": {"cuda_kernels", "cpu_kernels"},
     "cuda_kernels": set(),
     "cpu_kernels": set(),

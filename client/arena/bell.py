@@ -19,16 +19,9 @@ class Bell:
 
     def __init__(self) -> None:
         """Raises OSError where no descriptors are left."""
-        self.reader_fd, self._fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.reader_fd, self.fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, CAPACITY_BYTES)
-
-    def ring(self) -> None:
-        """A reader that leaves it full needs no more, and one that is gone is noticed by its lifeline."""
-        try:  # noqa: SIM105 - suppress() would cost as much as the token that it rings for
-            os.write(self._fd, b"\0")
-        except OSError:
-            pass
+            fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, CAPACITY_BYTES)
 
     def forget_reader(self) -> None:
         """The other end was passed on. Idempotent."""
@@ -39,9 +32,9 @@ class Bell:
     def close(self) -> None:
         """Idempotent."""
         self.forget_reader()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def hush(fd: int) -> None:

@@ -22,7 +22,7 @@ for the other: a full ring is said to the writer's caller, an empty one to the r
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,110 +38,10 @@ HAS_LOGPROB, TEXT_GOES_ON, LOGITS = 1, 2, 4
 KNOWN_FLAGS = HAS_LOGPROB | TEXT_GOES_ON | LOGITS
 PLACE = struct.Struct("<I")  # in the text of a record with LOGITS
 FLAGS_AT, TEXT_AT = 18, 20  # bytes from a record's beginning
-NUMBERS_AND_TAIL = struct.Struct("<IIifH14s")
-TAIL = struct.Struct("<BB12s")  # of a record, from FLAGS_AT on
 MAX_HANDLE = 2**32 - 1
 
 Float32 = NDArray[np.float32]
 Record = tuple[int, int, int, float, int, int, int, bytes]
-
-
-class _Tails(dict[str, bytes]):
-    """By a token's text: the tails of its records, one after the other. Texts come again: short ones are kept."""
-
-    MAX_KEPT = 2**14  # some megabytes
-
-    def __init__(self, flags: int) -> None:
-        """`flags`: of every record."""
-        self._flags = flags
-
-    def __missing__(self, text: str) -> bytes:
-        encoded = text.encode()
-        parts = [encoded[at : at + TEXT_BYTES] for at in range(0, len(encoded), TEXT_BYTES)] or [b""]
-        flags = [self._flags | TEXT_GOES_ON] * (len(parts) - 1) + [self._flags]
-        tails = b"".join(TAIL.pack(flag, len(part), part) for flag, part in zip(flags, parts, strict=True))
-        if len(parts) == 1:
-            if len(self) >= self.MAX_KEPT:
-                self.clear()
-            self[text] = tails
-        return tails
-
-
-_tails, _tails_with_logprob = _Tails(0), _Tails(HAS_LOGPROB)
-_tail_of_logits = TAIL.pack(LOGITS, PLACE.size, b"")
-
-
-def pack_tokens(
-    handles: Iterable[int],
-    samples: Iterable[int],
-    indexes: Iterable[int],
-    token_ids: Iterable[int],
-    texts: Sequence[str],
-    logprobs: Iterable[float],
-    with_logprob: Collection[int] = (),
-    with_logits: Iterable[int] = (),
-) -> list[bytes]:
-    """The records of each token, given as columns. `with_logprob`: rows of tokens that have one; others have 0 in its
-    place. `with_logits`: of those that have a record for the place of their logits, which is to be filled in."""
-    if len(with_logprob) == len(texts):
-        tails = list(map(_tails_with_logprob.__getitem__, texts))
-    else:
-        tails = list(map(_tails.__getitem__, texts))
-        for row in with_logprob:
-            tails[row] = _tails_with_logprob[texts[row]]
-    records = list(map(NUMBERS_AND_TAIL.pack, handles, indexes, token_ids, logprobs, samples, tails))
-    if max(map(len, tails), default=0) > TAIL.size:
-        for row in [row for row, tail in enumerate(tails) if len(tail) > TAIL.size]:
-            numbers, tail = records[row][:FLAGS_AT], tails[row]  # several records have the same numbers
-            records[row] = b"".join(numbers + tail[at : at + TAIL.size] for at in range(0, len(tail), TAIL.size))
-    for row in with_logits:
-        records[row] = records[row][:FLAGS_AT] + _tail_of_logits + records[row]
-    return records
-
-
-def places_of_logits(records: bytes) -> list[int]:
-    """Where in `records` the places of logits are to be written, as `PLACE`."""
-    flags = records[FLAGS_AT::RECORD_BYTES]
-    return [number * RECORD_BYTES + TEXT_AT for number, flag in enumerate(flags) if flag & LOGITS]
-
-
-class RingWriter:
-    """The daemon's end. `write` any number of records, then `publish` them together."""
-
-    __slots__ = ("_fence", "_head", "_num_bytes", "_published", "_ring", "_tail", "_words")
-
-    def __init__(self, arena: Arena) -> None:
-        self._words, self._ring, self._num_bytes = arena.words, arena.ring, len(arena.ring)
-        self._head = 0
-        self._published = 0
-        self._tail = 0
-        self._fence = Fence()
-
-    def write(self, records: bytes | memoryview) -> int:
-        """Write whole records as far as there is room: how many bytes of them. Raises ProtocolError if the reader's
-        cursor is impossible."""
-        head, num_bytes, count = self._head, self._num_bytes, len(records)
-        self._tail = tail = check_cursor("ring_tail", self._words[RING_TAIL], self._tail, self._published)
-        begin, room = head * RECORD_BYTES % num_bytes, num_bytes - (head - tail) * RECORD_BYTES
-        if count > room:
-            count = room
-        end = begin + count
-        if end <= num_bytes:
-            self._ring[begin:end] = records[:count]
-        else:
-            first = num_bytes - begin
-            self._ring[begin:] = records[:first]
-            self._ring[: count - first] = records[first:count]
-        self._head = head + count // RECORD_BYTES
-        return count
-
-    def publish(self) -> bool:
-        """Let the reader see what was written; whether it sleeps, and has to be woken for that."""
-        if self._head == self._published:
-            return False
-        self._words[RING_HEAD] = self._published = self._head
-        self._fence.pass_()
-        return not self._words[READER_AWAKE]
 
 
 class RingReader:

@@ -7,9 +7,9 @@ import os
 from ...client.arena.arena import Arena, Layout, whole_pages
 from ...client.arena.bell import Bell
 from ...client.arena.regions import BulkWriter, UploadReader
-from ...client.arena.ring import RingWriter
 from ...client.arena.rows import RowWriter
 from ...client.wire.token_ids import ITEM_BYTES
+from .rings import Rings
 
 RING_RECORDS = 8192
 """256 KiB; the windows of 32 samples that nobody reads. The longest text of one token (64 KiB) fits too."""
@@ -34,33 +34,34 @@ def layout_for(*, vocab_size: int, max_model_len: int) -> Layout:
 class SessionArena:
     """One session's arena and bell. `fds` are to be passed on, and then given up with `forget_fds`."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, rings: Rings) -> None:
         """Raises OSError where there is no memory or no descriptor left."""
-        self.bell = Bell()
+        self._bell = Bell()
         try:
             self._arena, self._fd = Arena.create(layout)
         except BaseException:
-            self.bell.close()
+            self._bell.close()
             raise
         self.upload = UploadReader(self._arena)
         self.bulk = BulkWriter(self._arena)
         self.rows = RowWriter(self._arena)
-        self.ring = RingWriter(self._arena)
+        self.ring = rings.open(self._arena, self._bell.fd)
 
     @property
     def fds(self) -> tuple[int, int]:
         """Of the arena, and of the bell's other end."""
-        return self._fd, self.bell.reader_fd
+        return self._fd, self._bell.reader_fd
 
     def forget_fds(self) -> None:
         """Idempotent."""
-        self.bell.forget_reader()
+        self._bell.forget_reader()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def close(self) -> None:
         """Unmap and close everything."""
+        self.ring.close()
         self.forget_fds()
-        self.bell.close()
+        self._bell.close()
         self._arena.close()

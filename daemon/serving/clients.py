@@ -93,7 +93,7 @@ class Clients:
         self._version = version
         self._codec_limits = CodecLimits(limits.max_message_bytes, max_array_items=4096, max_map_items=1024)
         self._lingering = Lingering(engine, timers)
-        self.delivery = Delivery(engine, send, gone=self.settle, damaged=self._damaged)
+        self.delivery = Delivery(engine, send, sessions.rings, gone=self.settle, damaged=self._damaged)
         self.handlers: dict[type[Any], Callable[[Session, Any], None]] = {
             Submit: self._submit,
             Cancel: self._cancel,
@@ -322,11 +322,11 @@ class Clients:
     def deliver(self) -> None:
         """Give out what the engine's turn produced."""
         outputs = self.engine.take_outputs()
-        parcels = list(self.delivery.parcels_of(outputs, self.engine.take_ring_tokens(), self.engine.epoch))
+        turn = self.delivery.address(outputs, self.engine.take_ring_tokens(), self.engine.epoch)
         for request, message in outputs:
             if isinstance(message, Finished) and request.done:
                 self._forget(request)
-        self.delivery.give_all(parcels)
+        self.delivery.give_turn(turn)
 
     def _damaged(self, session: Session, error: ProtocolError) -> None:
         """The client wrote into its arena what cannot be: its session ends, nobody else's."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from ...client.arena.bell import Bell
 from ...client.wire.errors import ProtocolError
 from ...client.wire.protocol import DaemonMessage, Finished, Notice, TokenBatch, Tokens, encode
 from ..engine.engine import Engine, Output
 from ..engine.prompt_rows import Rows
 from ..engine.ring_tokens import RingTokens
 from .parcels import Letter, Parcel, Send, Sent, rows_parcels
-from .ring_parcels import RingPacker
+from .ring_packer import Readers, RingPacker
+from .ring_parcels import RingRecords
+from .rings import Rings
 from .sessions import Session
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,15 @@ MAX_HELD_BYTES = 256 * 2**20
 SLOW_READER = "its client does not read"
 
 
+class Turn(NamedTuple):
+    """What a turn of the engine gives to whom: rows before the tokens they belong to, and what ended after them."""
+
+    rows: list[tuple[Session, Parcel]]
+    tokens: RingTokens
+    readers: Readers  # of the tokens
+    letters: list[tuple[Session, Parcel]]
+
+
 class Delivery:
     """`gone` settles a session whose reader is not there any more; `damaged` ends one that has broken its arena."""
 
@@ -34,6 +45,7 @@ class Delivery:
         self,
         engine: Engine,
         send: Send,
+        rings: Rings,
         *,
         gone: Callable[[Session], None],
         damaged: Callable[[Session, ProtocolError], None],
@@ -43,12 +55,13 @@ class Delivery:
         self._gone = gone
         self._damaged = damaged
         self._slow: dict[Session, None] = {}  # have an outbox
-        self._bells: list[Bell] = []  # to be rung, of readers that sleep
-        self._packer = RingPacker()
+        self._rings = rings
+        self._packer = RingPacker(rings)
 
-    def parcels_of(self, outputs: Iterable[Output], tokens: RingTokens, epoch: int) -> Iterator[tuple[Session, Parcel]]:
-        """What a turn produced: rows before the tokens they belong to, a session's tokens together, then what ended."""
+    def address(self, outputs: Iterable[Output], tokens: RingTokens, epoch: int) -> Turn:
+        """Who gets what of what a turn produced, from now on whatever becomes of the requests."""
         events: defaultdict[Session, list[TokenBatch]] = defaultdict(list)
+        rows: list[tuple[Session, Parcel]] = []
         others: list[tuple[Session, Finished | Notice]] = []
         for request, message in outputs:
             session = request.session
@@ -57,33 +70,45 @@ class Delivery:
             if isinstance(message, TokenBatch):
                 events[session].append(message)
             elif isinstance(message, Rows):
-                for parcel in rows_parcels(session, epoch, request.request_id, message):
-                    yield session, parcel
+                rows += [(session, parcel) for parcel in rows_parcels(session, epoch, request.request_id, message)]
             else:
                 others.append((session, message))
-        yield from self._packer.pack(tokens)
-        for session, batches in events.items():
-            yield session, Letter(encode(Tokens(epoch, tuple(batches))))
-        for session, end in others:
-            yield session, Letter(encode(end))
+        letters: list[tuple[Session, Parcel]] = [
+            (session, Letter(encode(Tokens(epoch, tuple(batches))))) for session, batches in events.items()
+        ]
+        letters += [(session, Letter(encode(end))) for session, end in others]
+        return Turn(rows, tokens, self._packer.pack(tokens), letters)
 
     def send(self, session: Session, message: DaemonMessage) -> None:
         """Send, or hold for a reader that is slow, or settle a session that is gone."""
         self.give(session, Letter(encode(message)))
 
     def give(self, session: Session, parcel: Parcel) -> None:
-        self.give_all([(session, parcel)])
+        self._give(session, parcel)
+        self._rings.wake()
 
-    def give_all(self, parcels: Iterable[tuple[Session, Parcel]]) -> None:
-        """A step's. Whoever sleeps is woken when everything is there: from then on they compete for the processors."""
-        for session, parcel in parcels:
+    def give_turn(self, turn: Turn) -> None:
+        """Whoever sleeps is woken when everything is there: from then on they compete for the processors."""
+        for session, parcel in turn.rows:
             self._give(session, parcel)
-        self._ring()
+        if turn.readers.sessions:
+            self._give_tokens(turn.tokens, turn.readers)
+        for session, parcel in turn.letters:
+            self._give(session, parcel)
+        self._rings.wake()
 
-    def _ring(self) -> None:
-        bells, self._bells = self._bells, []
-        for bell in bells:
-            bell.ring()
+    def _give_tokens(self, tokens: RingTokens, readers: Readers) -> None:
+        """At once to those for whom that is all: logits come before their token, and what is held before all else."""
+        left, logits = readers.batch.left.values, readers.logits(tokens)
+        waiting = [readers.numbers[session] for session in self._slow if session in readers.numbers]
+        for number in (*logits, *waiting):
+            left[1 + number] = 1
+        if not self._rings.write(readers.batch):
+            return
+        for number, session in enumerate(readers.sessions):
+            if left[1 + number]:
+                self._give(session, RingRecords(readers.records_left(number), logits.get(number, ())))
+                left[1 + number] = 0
 
     def _give(self, session: Session, parcel: Parcel) -> None:
         if session.closed:
@@ -114,7 +139,7 @@ class Delivery:
 
     def _hand_over(self, session: Session, parcel: Parcel) -> Sent:
         try:
-            sent = parcel.give(session, self._send_bytes, self._bells)
+            sent = parcel.give(session, self._send_bytes)
         except ProtocolError as error:
             session.outbox.clear()
             self._damaged(session, error)
@@ -138,7 +163,7 @@ class Delivery:
         """The same for one of them."""
         while session.outbox and self._hand_over(session, session.outbox[0][0]) is Sent.YES:
             session.held_bytes -= session.outbox.popleft()[1]
-        self._ring()
+        self._rings.wake()
         if not session.outbox:
             self._slow.pop(session, None)
             for request in session.requests.values():

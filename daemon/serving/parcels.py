@@ -6,17 +6,12 @@ it. So order is kept whichever way things go.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ...client.arena.arena import RECORD_BYTES
-from ...client.arena.bell import Bell
-from ...client.arena.ring import PLACE, places_of_logits
-from ...client.arena.rows import RowWriter
 from ...client.wire.protocol import DaemonMessage, encode
 from ...client.wire.protocol import Rows as RowsMessage
 from ..engine.prompt_rows import Rows
@@ -50,9 +45,8 @@ class Parcel(Protocol):
     def num_bytes(self) -> int:
         """Memory that it holds until it is delivered, about; less when part of it was taken."""
 
-    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
-        """Deliver, or what is left of it. A bell that is to be rung for it is added to `bells`. Raises ProtocolError if
-        the session's arena was damaged by its client."""
+    def give(self, session: Session, send: Send) -> Sent:
+        """Deliver, or what is left of it. Raises ProtocolError if the session's arena was damaged by its client."""
 
 
 class Letter:
@@ -65,7 +59,7 @@ class Letter:
     def num_bytes(self) -> int:
         return len(self._data)
 
-    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
+    def give(self, session: Session, send: Send) -> Sent:
         return send(session.routing_id, self._data)
 
 
@@ -85,13 +79,13 @@ class BulkParcel:
     def num_bytes(self) -> int:
         return self._values.nbytes
 
-    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
+    def give(self, session: Session, send: Send) -> Sent:
         if self._letter is None:
             data = self._place(session)
             if data is None:
                 return Sent.FULL
             self._letter = Letter(encode(self._tell(data)))
-        return self._letter.give(session, send, bells)
+        return self._letter.give(session, send)
 
     def _place(self, session: Session) -> Blob | None:
         if session.arena is not None and self._values.nbytes >= MIN_BULK_BYTES:
@@ -117,37 +111,3 @@ def _rows_parcel(epoch: int, request_id: str, rows: Rows, index: int, values: ND
         return RowsMessage(epoch, request_id, rows.sample, rows.kind, index, len(values), data, layers)
 
     return BulkParcel(values, tell, waits=rows.transient)
-
-
-class RingRecords:
-    """Records for the ring, of one step. `logits`: the rows of those tokens that have some, in order."""
-
-    def __init__(self, records: bytes, logits: Sequence[NDArray[Any]] = ()) -> None:
-        self._logits = deque(zip(places_of_logits(records), logits, strict=True)) if logits else None
-        self._records = memoryview(bytearray(records)) if logits else records
-        self._written = 0  # bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._records) - self._written + sum(row.nbytes for _, row in self._logits or ())
-
-    def give(self, session: Session, send: Send, bells: list[Bell]) -> Sent:
-        arena = session.arena
-        if arena is None:
-            return Sent.GONE
-        ready = len(self._records) if self._logits is None else self._place_logits(self._logits, arena.rows)
-        self._written += arena.ring.write(self._records[self._written : ready])
-        if arena.ring.publish():
-            bells.append(arena.bell)
-        return Sent.YES if self._written == len(self._records) else Sent.FULL
-
-    def _place_logits(self, logits: deque[tuple[int, NDArray[Any]]], rows: RowWriter) -> int:
-        """Copy rows into the arena while there is room; how many bytes of the records may go, therefore."""
-        while logits:
-            at, row = logits[0]
-            place = rows.put(row)
-            if place is None:
-                return at // RECORD_BYTES * RECORD_BYTES
-            PLACE.pack_into(self._records, at, place)
-            logits.popleft()
-        return len(self._records)

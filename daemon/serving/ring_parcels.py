@@ -1,60 +1,53 @@
-"""Tokens of a step for those who read rings, packed all at once."""
+"""Records on their way into one session's ring, for which there was no room at once, or whose logits come first."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
-from ...client.arena.ring import pack_tokens
-from ..engine.request import Request
-from ..engine.ring_tokens import RingTokens
-from .parcels import RingRecords
+from numpy.typing import NDArray
+
+from ...client.arena.arena import RECORD_BYTES
+from ...client.arena.ring import FLAGS_AT, LOGITS, PLACE, TEXT_AT
+from ...client.arena.rows import RowWriter
+from .parcels import Send, Sent
 from .sessions import Session
 
-Picker = Callable[[list[bytes]], Iterable[bytes]]
-"""Gives what a list has at certain places."""
+
+def places_of_logits(records: bytes) -> list[int]:
+    """Where in `records` the places of logits are to be written, as `PLACE`."""
+    flags = records[FLAGS_AT::RECORD_BYTES]
+    return [number * RECORD_BYTES + TEXT_AT for number, flag in enumerate(flags) if flag & LOGITS]
 
 
-class RingPacker:
-    """A step has mostly tokens of the same requests as the one before: whose rows are whose is found out once.
+class RingRecords:
+    """Records for the ring, of one step. `logits`: the rows of those tokens that have some, in order."""
 
-    That stays true: a request that another session takes over has no handle from then on, and one without a session
-    had one that is closed, to which nothing is given."""
+    def __init__(self, records: bytes, logits: Sequence[NDArray[Any]] = ()) -> None:
+        self._logits = deque(zip(places_of_logits(records), logits, strict=True)) if logits else None
+        self._records = memoryview(bytearray(records)) if logits else records
+        self._written = 0  # bytes
 
-    def __init__(self) -> None:
-        self._requests: list[Request] = []  # of the last step, for each of its tokens
-        self._handles: list[int] = []
-        self._rows: dict[Session, tuple[list[int], Picker]] = {}
+    @property
+    def num_bytes(self) -> int:
+        return len(self._records) - self._written + sum(row.nbytes for _, row in self._logits or ())
 
-    def pack(self, tokens: RingTokens) -> Iterator[tuple[Session, RingRecords]]:
-        """A parcel for each session. Nothing of a step is kept once the next, be it empty, was packed."""
-        if tokens.requests != self._requests:
-            self._look_at(tokens.requests)
-        records = pack_tokens(
-            self._handles,
-            tokens.samples,
-            tokens.indexes,
-            tokens.token_ids,
-            tokens.texts,
-            tokens.logprobs,
-            tokens.with_logprob,
-            tokens.logits,
-        )
-        for session, (rows, pick) in self._rows.items():
-            logits = [tokens.logits[row] for row in rows if row in tokens.logits] if tokens.logits else ()
-            yield session, RingRecords(b"".join(pick(records)), logits)
+    def give(self, session: Session, send: Send) -> Sent:
+        arena = session.arena
+        if arena is None:
+            return Sent.GONE
+        ready = len(self._records) if self._logits is None else self._place_logits(self._logits, arena.rows)
+        self._written += arena.ring.write(self._records[self._written : ready])
+        return Sent.YES if self._written == len(self._records) else Sent.FULL
 
-    def _look_at(self, requests: list[Request]) -> None:
-        rows: defaultdict[Session, list[int]] = defaultdict(list)
-        for row, request in enumerate(requests):
-            if isinstance(request.session, Session):
-                rows[request.session].append(row)
-        self._requests = requests
-        self._rows = {session: (own, _picker(own)) for session, own in rows.items()}
-        self._handles = [request.handle or 0 for request in requests]
-
-
-def _picker(rows: list[int]) -> Picker:
-    """For one place `itemgetter` would give what is there, and no list of it."""
-    return itemgetter(*rows) if len(rows) > 1 else itemgetter(slice(rows[0], rows[0] + 1))
+    def _place_logits(self, logits: deque[tuple[int, NDArray[Any]]], rows: RowWriter) -> int:
+        """Copy rows into the arena while there is room; how many bytes of the records may go, therefore."""
+        while logits:
+            at, row = logits[0]
+            place = rows.put(row)
+            if place is None:
+                return at // RECORD_BYTES * RECORD_BYTES
+            PLACE.pack_into(self._records, at, place)
+            logits.popleft()
+        return len(self._records)

@@ -23,6 +23,7 @@ from ...client.wire.protocol import LIFELINE_TOKEN_BYTES
 from ..engine.request import Request
 from .arenas import SessionArena
 from .keyring import RemoteUser
+from .rings import Rings
 
 if TYPE_CHECKING:
     from .parcels import Parcel
@@ -98,6 +99,7 @@ class Sessions:
     ) -> None:
         self._watch, self._unwatch = watch, unwatch
         self._arena_layout = arena_layout
+        self.rings = Rings()
         self._by_routing_id: dict[bytes, Session] = {}
         self._by_token: dict[bytes, Session] = {}  # those whose lifeline is still to come
         self._lifelines: dict[int, Lifeline] = {}  # by file descriptor
@@ -206,7 +208,7 @@ class Sessions:
     def _share_arena(self, session: Session, lifeline: Lifeline) -> None:
         """Without memory or descriptors for one the session does without: everything has another way to go."""
         try:
-            session.arena = SessionArena(self._arena_layout) if self._arena_layout else None
+            session.arena = SessionArena(self._arena_layout, self.rings) if self._arena_layout else None
         except OSError as error:
             log.warning("no arena for session %s: %s", session.session_id, error)
         if session.arena is not None:

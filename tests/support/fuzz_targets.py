@@ -37,8 +37,6 @@ from kvpool.client.arena.ring import (
     RECORD,
     TEXT_GOES_ON,
     RingReader,
-    RingWriter,
-    pack_tokens,
 )
 from kvpool.client.arena.rows import RowReader, RowWriter
 from kvpool.client.keys_values import KVPiece, KVPieces
@@ -52,7 +50,9 @@ from kvpool.daemon.persistence.journal_file import MAGIC, frame, read_frames
 from kvpool.daemon.persistence.journal_records import Accept, End, Finish, Forget, JournalDamaged, pack, unpack
 from kvpool.daemon.persistence.journal_records import Generate as Generated
 from kvpool.daemon.persistence.snapshot_file import Image, Suitability, pieces, read
+from kvpool.daemon.serving.rings import Rings
 
+from .ring_records import records_of
 from .wire_samples import FRAMES, SAMPLES
 
 SMALL = Layout(128, PAGE_BYTES, PAGE_BYTES, row_bytes=400, num_rows=3)
@@ -103,6 +103,8 @@ def _rows(value: Rows, data: bytes) -> None:
 _arena = Arena(mmap.mmap(-1, SMALL.total_bytes), SMALL)
 """Not shared with anybody: what the other side could have written there is written by the targets."""
 
+_rings = Rings()
+
 
 def ring(data: bytes) -> None:
     """The client reads a ring: two cursors, then records; what lies before the ring's beginning lies at its end."""
@@ -131,19 +133,20 @@ def cursors(data: bytes) -> None:
     words = RING_TAIL, BULK_TAIL, ROWS_RETURNED
     for word in words:
         _arena.words[word] = 0
-    writer, bulk, rows, logits = RingWriter(_arena), BulkWriter(_arena), RowWriter(_arena), np.zeros(100, np.float32)
+    bulk, rows, logits = BulkWriter(_arena), RowWriter(_arena), np.zeros(100, np.float32)
+    ring = _rings.open(_arena, bell=2**16)  # nobody is woken
     try:
         for said in CURSORS.iter_unpack(data[: len(data) // CURSORS.size * CURSORS.size][:2400]):
             for word, value in zip(words, said, strict=True):
                 _arena.words[word] = value
             bulk_tail = said[1]
             text = "x" * (bulk_tail % 40)
-            writer.write(b"".join(pack_tokens([1] * 40, [0] * 40, [0, 1] * 20, [1, 2] * 20, [text] * 40, [0.0] * 40)))
+            ring.write(b"".join(records_of([(1, text, None)] * 40)))
             bulk.put(logits)
             rows.put(logits)
-            writer.publish()
     except ProtocolError:
         pass
+    ring.close()
 
 
 def upload(data: bytes) -> None:

@@ -1,0 +1,158 @@
+"""The daemon's ends of all rings: rows of one table, which machine code goes through (see `cpu_kernels.rings`)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+
+from ...client.arena.arena import READER_AWAKE, RECORD_BYTES, RING_AT, RING_HEAD, RING_TAIL, Arena, check_cursor
+from ...cpu_kernels import rings as kernels
+from ...cpu_kernels.compiler import load_ring_functions
+from ...model.cache import cache_directory
+
+FIRST_CAPACITY = 64
+"""Rings that the table has room for at first; doubled when more are open."""
+
+INT, BYTES = ctypes.c_int64, ctypes.c_char_p
+PACK_RECORDS = ctypes.PYFUNCTYPE(None, BYTES, BYTES, BYTES, *[INT] * 7)
+WRITE_RINGS = ctypes.PYFUNCTYPE(None, *[INT] * 7)
+RING_BELLS = ctypes.PYFUNCTYPE(None, *[INT] * 2)
+"""Prototypes. They keep the GIL: who gives it up for some microseconds may wait for milliseconds until it is back."""
+
+
+class Words:
+    """int64 at an address that stays."""
+
+    __slots__ = ("address", "values")
+
+    def __init__(self, values: Iterable[int]) -> None:
+        self.values = array("q", values)
+        self.address, _ = self.values.buffer_info()
+
+
+class Kernels:
+    """Compiled, or read from the cache: the first time on a machine takes a second."""
+
+    def __init__(self) -> None:
+        pack_records, write_rings, ring_bells = load_ring_functions(cache_directory() / "kernels")
+        self.pack_records = PACK_RECORDS(pack_records)
+        self.write_rings = WRITE_RINGS(write_rings)
+        self.ring_bells = RING_BELLS(ring_bells)
+
+
+class Batch:
+    """Records for several rings, one ring's after the other's."""
+
+    def __init__(self, rings: Sequence[Ring]) -> None:
+        self.rings = Words(ring.row for ring in rings)
+        self.ends = Words([0] * len(rings))  # records up to each one's last
+        self.left = Words([0] * (1 + len(rings)))  # see `write_rings`
+        self.make_room(0)
+
+    def make_room(self, num_records: int) -> None:
+        """For so many; those that are there may be lost."""
+        self.records = bytearray(RECORD_BYTES * max(1, num_records))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.records))
+
+
+class Ring:
+    """The daemon's end of one session's ring."""
+
+    def __init__(self, rings: Rings, row: int, arena: Arena) -> None:
+        self.row = row
+        self._rings = rings
+        self._words = arena.words
+        self._batch = Batch([self])
+        self._is_open = True
+
+    def write(self, records: bytes | memoryview) -> int:
+        """Write whole records as far as there is room, and let the reader see them: how many bytes of them. It is woken
+        by the next `Rings.wake`. Raises ProtocolError if its cursor cannot be."""
+        batch = self._batch
+        if len(records) > len(batch.records):
+            batch.make_room(len(records) // RECORD_BYTES)
+        batch.records[: len(records)] = records
+        batch.ends.values[0] = len(records) // RECORD_BYTES
+        self._rings.write(batch)
+        left, batch.left.values[1] = batch.left.values[1], 0
+        written = len(records) - RECORD_BYTES * left
+        if not written:
+            check_cursor("ring_tail", self._words[RING_TAIL], *self._rings.read_and_written(self.row))
+        return written
+
+    def close(self) -> None:
+        """Before its memory goes. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._rings.close(self.row)
+
+
+class Rings:
+    """All of them. Several writes, then `wake`: nobody is woken before everything is there."""
+
+    def __init__(self) -> None:
+        self.num_opened = 0  # ever: whoever remembers rows has to look again when it has changed
+        self._kernels: Kernels | None = None
+        self._table, self._sleepers = Words([]), Words([0])
+        self._free: list[int] = []
+
+    def load(self) -> Kernels:
+        """What goes through the table: at its first use, if not before."""
+        if self._kernels is None:
+            self._kernels = Kernels()
+        return self._kernels
+
+    def open(self, arena: Arena, bell: int) -> Ring:
+        """`bell`: the descriptor that wakes the reader."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        memory = ctypes.addressof(ctypes.c_char.from_buffer(arena.ring)) - RING_AT
+        words = [0] * kernels.RING_WORDS
+        words[kernels.HEAD_AT] = memory + 8 * RING_HEAD
+        words[kernels.TAIL_AT] = memory + 8 * RING_TAIL
+        words[kernels.AWAKE_AT] = memory + 8 * READER_AWAKE
+        words[kernels.RECORDS_AT] = memory + RING_AT
+        words[kernels.LAST_PLACE] = arena.layout.ring_records - 1
+        words[kernels.BELL] = bell
+        begin = kernels.RING_WORDS * row
+        words[kernels.TO_BE_WOKEN] = self._table.values[begin + kernels.TO_BE_WOKEN]  # a row is a sleeper once
+        self._table.values[begin : begin + kernels.RING_WORDS] = array("q", words)
+        self.num_opened += 1
+        return Ring(self, row, arena)
+
+    def _grow(self) -> None:
+        before = len(self._table.values) // kernels.RING_WORDS
+        more = before or FIRST_CAPACITY
+        self._table = Words([*self._table.values, *[0] * (kernels.RING_WORDS * more)])
+        self._sleepers = Words([*self._sleepers.values, *[0] * more])
+        self._free += range(before, before + more)
+
+    def close(self, row: int) -> None:
+        """From now on nothing is written into its memory."""
+        self._table.values[kernels.RING_WORDS * row + kernels.BELL] = -1
+        self._free.append(row)
+
+    def read_and_written(self, row: int) -> tuple[int, int]:
+        """Records of a ring, since it was opened; what was read is known as of the last write."""
+        begin = kernels.RING_WORDS * row
+        return self._table.values[begin + kernels.TAIL], self._table.values[begin + kernels.HEAD]
+
+    def write(self, batch: Batch) -> bool:
+        """Into each ring what there is room for. Whether something is left of one, see `batch.left`."""
+        self.load().write_rings(
+            self._table.address,
+            batch.rings.address,
+            len(batch.rings.values),
+            batch.address,
+            batch.ends.address,
+            batch.left.address,
+            self._sleepers.address,
+        )
+        return bool(batch.left.values[0])
+
+    def wake(self) -> None:
+        """The readers of what was written since the last call, as far as they sleep."""
+        if self._sleepers.values[0]:
+            self.load().ring_bells(self._table.address, self._sleepers.address)
