@@ -34,35 +34,37 @@ from .memory import (
 RING_WORDS = 16
 RING_BYTES = 8 * RING_WORDS
 
+# fmt: off
+(
+    NUM_READERS,
+    HANDLES,    # uint32: of each token
+    ORDER,      # int64: tokens in the order of their readers,
+    BEGINS,     # int64 (NUM_READERS + 1): of which a reader's are those from here on
+    RECORDS,    # reader after reader
+    ENDS,       # int64: how many records there are up to each reader's last
+    ROWS,       # int64: of the table, each reader's
+    LEFT,       # int64: how many readers have records that are not written, then how many each has
+) = range(8)
+# fmt: on
+BATCH_WORDS = 8
+"""A batch: the addresses of what a step has for its readers."""
+
 RECORD_BYTES = 32
-NUMBERS_BYTES = 18  # of each token, before they are put together
 TAIL_BYTES = 14  # of a record: what follows its numbers
 
 
-def pack_records(
-    numbers: int,
-    handles: int,
-    tails: int,
-    first_tails: int,
-    num_tokens: int,
-    order: int,
-    begins: int,
-    num_readers: int,
-    records: int,
-    ends: int,
-) -> None:
-    """Records of a step's tokens, reader after reader.
+def pack_records(batch: int, numbers: int, tails: int, first_tails: int, num_tokens: int) -> None:
+    """Fill RECORDS and ENDS.
 
     numbers      columns of `num_tokens` each: uint32 index, int32 token_id, float32 logprob, uint16 sample
-    handles      uint32 of each token
     tails        one for each record, token after token
     first_tails  int64 (num_tokens + 1): which is the first of each token; 0: each has one
-    order        int64: tokens in the order of their readers; a reader's are those from begins[reader] on
-    records      is filled; ends[reader] becomes how many records there are up to that reader's last
     """
+    handles, order, begins = load_i64(batch + 8 * HANDLES), load_i64(batch + 8 * ORDER), load_i64(batch + 8 * BEGINS)
+    records, ends = load_i64(batch + 8 * RECORDS), load_i64(batch + 8 * ENDS)
     token_ids, logprobs, samples = numbers + 4 * num_tokens, numbers + 8 * num_tokens, numbers + 12 * num_tokens
     count = 0
-    for reader in range(num_readers):
+    for reader in range(load_i64(batch + 8 * NUM_READERS)):
         for place in range(load_i64(begins + 8 * reader), load_i64(begins + 8 * (reader + 1))):
             token = load_i64(order + 8 * place)
             first, last = token, token + 1
@@ -82,17 +84,18 @@ def pack_records(
         store_i64(ends + 8 * reader, count)
 
 
-def write_rings(table: int, rings: int, num_readers: int, records: int, ends: int, left: int, sleepers: int) -> None:
+def write_rings(table: int, batch: int, sleepers: int) -> None:
     """Write each reader's records, as far as there is room, and let it see them.
 
-    rings     int64: each reader's row of the table
-    left      int64 for each reader. Before: not 0 where nothing is to be written. After: how many records were not,
-              all of them if its ring is closed or its cursor cannot be. Before the first: how many readers have some
+    LEFT      before: not 0 for readers whose are to be left. They are, too, where a ring is closed or its reader's
+              cursor cannot be
     sleepers  int64: how many rings have a reader that is to be woken, then their rows of the table; grows
     """
+    records, ends = load_i64(batch + 8 * RECORDS), load_i64(batch + 8 * ENDS)
+    rows, left = load_i64(batch + 8 * ROWS), load_i64(batch + 8 * LEFT)
     begin, num_late, num_sleepers = 0, 0, load_i64(sleepers)
-    for reader in range(num_readers):
-        end, row = load_i64(ends + 8 * reader), load_i64(rings + 8 * reader)
+    for reader in range(load_i64(batch + 8 * NUM_READERS)):
+        end, row = load_i64(ends + 8 * reader), load_i64(rows + 8 * reader)
         ring = table + RING_BYTES * row
         remaining, result = end - begin, left + 8 * (reader + 1)
         if load_i64(result) == 0 and load_i64(ring + 8 * BELL) >= 0:

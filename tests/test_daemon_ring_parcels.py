@@ -20,7 +20,7 @@ from kvpool.daemon.serving import ring_packer
 from kvpool.daemon.serving.arenas import SessionArena
 from kvpool.daemon.serving.delivery import Delivery
 from kvpool.daemon.serving.parcels import Sent
-from kvpool.daemon.serving.ring_packer import RingPacker, tails_of
+from kvpool.daemon.serving.ring_packer import RingPacker, pack_tokens, tails_of
 from kvpool.daemon.serving.rings import Rings
 from kvpool.daemon.serving.sessions import Peer, Session
 from tests.support.ring_records import record_of
@@ -41,8 +41,9 @@ def request_of(session: Session | None, handle: int) -> Request:
 
 
 def packed(packer: RingPacker, tokens: RingTokens) -> dict[Session, bytes]:
-    readers, begin, found = packer.pack(tokens), 0, {}
-    for session, end in zip(readers.sessions, readers.batch.ends.values, strict=True):
+    readers, begin, found = packer.readers_of(tokens), 0, {}
+    pack_tokens(tokens, {}, readers.batch, packer._rings.load())
+    for session, end in zip(readers.sessions, readers.batch.ends, strict=True):
         found[session] = bytes(readers.batch.records[begin * RECORD_BYTES : end * RECORD_BYTES])
         begin = end
     return found
@@ -184,9 +185,9 @@ def test_what_is_kept_of_texts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tails, "MAX_KEPT", 10)
     session = session_of("a", Rings())
     for number in range(50):
-        (tail,) = tails_of(step_for([session], text=f"t{number}"))
+        (tail,) = tails_of(step_for([session], text=f"t{number}"), {})
         assert tail == bytes([0, len(f"t{number}")]) + f"t{number}".encode().ljust(12, b"\0")
         assert len(tails) <= 10
-    tails_of(step_for([session], text="x" * 1000))
+    tails_of(step_for([session], text="x" * 1000), {})
     assert "x" * 1000 not in tails
     close(session)

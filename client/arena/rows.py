@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,17 +65,11 @@ class RowWriter:
 class _Loan(weakref.ref[Float32]):
     """Of a place, as long as there is an array that shows it."""
 
-    __slots__ = ("for_ever", "place")
-    for_ever: bool  # the place is not given back
-    place: int
+    __slots__ = ("place",)
+    place: int  # FOR_EVER: it is not given back
 
-    def __new__(cls, row: Float32, place: int, ended: Callable[[_Loan], None]) -> _Loan:
-        loan = super().__new__(cls, row, ended)
-        loan.for_ever, loan.place = False, place
-        return loan
 
-    def __init__(self, row: Float32, place: int, ended: Callable[[_Loan], None]) -> None:
-        super().__init__(row, ended)  # type: ignore[call-arg]
+FOR_EVER = -1
 
 
 class RowReader:
@@ -96,7 +89,8 @@ class RowReader:
 
     def take(self, place: int) -> Float32:
         """The row that lies there, little-endian, read-only. Raises ProtocolError for a place that cannot be."""
-        self.settle_ended()
+        if self._ended:
+            self.settle_ended()
         if place >= len(self._places) or place in self._loans:
             raise ProtocolError(f"there is no row to be read at {place}", field="arena.rows")
         row = np.frombuffer(self._places[place], dtype="<f4")
@@ -104,14 +98,15 @@ class RowReader:
             row = _copy(row)
             self._give_back(place)
         else:
-            self._loans[place] = _Loan(row, place, self._ended.append)
+            self._loans[place] = loan = _Loan(row, self._ended.append)
+            loan.place = place
         return row
 
     def settle_ended(self) -> None:
         """Give back the places of arrays that are gone."""
         while self._ended and not forking():
             loan = self._ended.popleft()
-            if not loan.for_ever:
+            if loan.place != FOR_EVER:
                 del self._loans[loan.place]
                 self._give_back(loan.place)
 
@@ -122,7 +117,7 @@ class RowReader:
     def _leave_to_child(self) -> None:
         """The child has the same arrays, for as long as it likes: what they show stays theirs."""
         for loan in list(self._loans.values()):
-            loan.for_ever = True
+            loan.place = FOR_EVER
 
     def close(self) -> None:
         """Nothing is given back any more. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from ..engine.engine import Engine, Output
 from ..engine.prompt_rows import Rows
 from ..engine.ring_tokens import RingTokens
 from .parcels import Letter, Parcel, Send, Sent, rows_parcels
-from .ring_packer import Readers, RingPacker
+from .ring_packer import Readers, RingPacker, pack_tokens
 from .ring_parcels import RingRecords
 from .rings import Rings
 from .sessions import Session
@@ -77,7 +78,7 @@ class Delivery:
             (session, Letter(encode(Tokens(epoch, tuple(batches))))) for session, batches in events.items()
         ]
         letters += [(session, Letter(encode(end))) for session, end in others]
-        return Turn(rows, tokens, self._packer.pack(tokens), letters)
+        return Turn(rows, tokens, self._packer.readers_of(tokens), letters)
 
     def send(self, session: Session, message: DaemonMessage) -> None:
         """Send, or hold for a reader that is slow, or settle a session that is gone."""
@@ -98,17 +99,38 @@ class Delivery:
         self._rings.wake()
 
     def _give_tokens(self, tokens: RingTokens, readers: Readers) -> None:
-        """At once to those for whom that is all: logits come before their token, and what is held before all else."""
-        left, logits = readers.batch.left.values, readers.logits(tokens)
-        waiting = [readers.numbers[session] for session in self._slow if session in readers.numbers]
-        for number in (*logits, *waiting):
-            left[1 + number] = 1
-        if not self._rings.write(readers.batch):
+        """To all at once who have room for them, and for whom nothing is held."""
+        waiting = {session for session in self._slow if session in readers.numbers}
+        places = self._place_logits(tokens, readers, waiting) if tokens.logits else {}
+        batch = readers.batch
+        pack_tokens(tokens, places, batch, self._rings.load())
+        for session in waiting:
+            batch.left[1 + readers.numbers[session]] = 1
+        if not self._rings.write(batch):
             return
         for number, session in enumerate(readers.sessions):
-            if left[1 + number]:
-                self._give(session, RingRecords(readers.records_left(number), logits.get(number, ())))
-                left[1 + number] = 0
+            if batch.left[1 + number]:
+                late = [row for row in readers.rows[number] if row in tokens.logits and row not in places]
+                records = RingRecords(readers.records_left(number), [tokens.logits[row] for row in late])
+                batch.left[1 + number] = 0
+                self._give(session, records)
+
+    def _place_logits(self, tokens: RingTokens, readers: Readers, waiting: set[Session]) -> dict[int, int]:
+        """Copy rows of logits into their readers' arenas: the place of each, by the token's row. A session without room
+        is `waiting` from then on."""
+        places: dict[int, int] = {}
+        for row, logits in tokens.logits.items():
+            session = readers.of_row.get(row)
+            if session is None or session in waiting:
+                continue
+            place = None
+            with contextlib.suppress(ProtocolError):  # it will be raised again when its turn to wait has come
+                place = None if session.arena is None else session.arena.rows.put(logits)
+            if place is None:
+                waiting.add(session)
+            else:
+                places[row] = place
+        return places
 
     def _give(self, session: Session, parcel: Parcel) -> None:
         if session.closed:

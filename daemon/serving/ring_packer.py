@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import accumulate, chain
 
 from ...client.arena.arena import RECORD_BYTES
 from ...client.arena.ring import HAS_LOGPROB, LOGITS, PLACE, TEXT_BYTES, TEXT_GOES_ON
-from ...model.batch import Float32
 from ..engine.request import Request
 from ..engine.ring_tokens import RingTokens
 from .rings import Batch, Kernels, Rings, Words
@@ -40,11 +40,12 @@ class _Tails(dict[str, bytes]):
 
 
 _tails, _tails_with_logprob = _Tails(0), _Tails(HAS_LOGPROB)
-_tail_of_logits = TAIL.pack(LOGITS, PLACE.size, b"")
+TAIL_OF_LOGITS = struct.Struct(f"<BBI{TEXT_BYTES - PLACE.size}x")  # flags, bytes of the place, place
 
 
-def tails_of(tokens: RingTokens) -> list[bytes]:
-    """The tails of each token's records, one after the other. Its logits, if it has some, have one before its own."""
+def tails_of(tokens: RingTokens, places: Mapping[int, int]) -> list[bytes]:
+    """The tails of each token's records, one after the other. Its logits, if it has some, have one before its own, with
+    their place; 0 where they have none yet."""
     if len(tokens.with_logprob) == len(tokens):
         tails = list(map(_tails_with_logprob.__getitem__, tokens.texts))
     else:
@@ -52,7 +53,7 @@ def tails_of(tokens: RingTokens) -> list[bytes]:
         for row in tokens.with_logprob:
             tails[row] = _tails_with_logprob[tokens.texts[row]]
     for row in tokens.logits:
-        tails[row] = _tail_of_logits + tails[row]
+        tails[row] = TAIL_OF_LOGITS.pack(LOGITS, PLACE.size, places.get(row, 0)) + tails[row]
     return tails
 
 
@@ -67,23 +68,18 @@ class Readers:
         self.sessions = list(rows)
         self.numbers = {session: number for number, session in enumerate(rows)}
         self.rows = list(rows.values())  # of each one's tokens
-        self.batch = Batch([session.arena.ring for session in rows if session.arena is not None])
-        self.handles = array("I", [request.handle or 0 for request in requests]).tobytes()
-        self.order = Words(chain.from_iterable(rows.values()))
-        self.begins = Words(accumulate(map(len, rows.values()), initial=0))
+        self.of_row = {row: session for session, own in rows.items() for row in own}
+        self.batch = Batch(
+            [session.arena.ring for session in rows if session.arena is not None],
+            array("I", [request.handle or 0 for request in requests]),
+            order=chain.from_iterable(rows.values()),
+            begins=accumulate(map(len, rows.values()), initial=0),
+        )
 
-    def records_left(self, number: int) -> bytes:
-        """Those of a session that were not written."""
-        end, left = self.batch.ends.values[number], self.batch.left.values[1 + number]
-        return bytes(self.batch.records[RECORD_BYTES * (end - left) : RECORD_BYTES * end])
-
-    def logits(self, tokens: RingTokens) -> dict[int, list[Float32]]:
-        """Of those tokens that have some, in order, by the session's number."""
-        found = {}
-        for number, rows in enumerate(self.rows if tokens.logits else ()):
-            if own := [tokens.logits[row] for row in rows if row in tokens.logits]:
-                found[number] = own
-        return found
+    def records_left(self, number: int) -> bytearray:
+        """Those of a session that were packed and not written."""
+        end, left = self.batch.ends[number], self.batch.left[1 + number]
+        return self.batch.records[RECORD_BYTES * (end - left) : RECORD_BYTES * end]
 
 
 class RingPacker:
@@ -98,37 +94,23 @@ class RingPacker:
         self._requests: list[Request] = []  # of the last step, for each of its tokens
         self._readers = Readers([])
 
-    def pack(self, tokens: RingTokens) -> Readers:
-        """The records lie in their batch until the next step's do; nothing else of a step is kept."""
+    def readers_of(self, tokens: RingTokens) -> Readers:
+        """Until the next step's are asked for. Nothing else of a step is kept."""
         if tokens.requests != self._requests or self._rings.num_opened != self._num_opened:
             self._requests, self._num_opened = tokens.requests, self._rings.num_opened
             self._readers = Readers(tokens.requests)
-        if self._readers.sessions:
-            _pack(tokens, self._readers, self._rings.load())
         return self._readers
 
 
-def _pack(tokens: RingTokens, readers: Readers, kernels: Kernels) -> None:
-    count = len(tokens)
-    tails = tails_of(tokens)
-    joined, first_tails = b"".join(tails), Words([])
+def pack_tokens(tokens: RingTokens, places: Mapping[int, int], batch: Batch, kernels: Kernels) -> None:
+    """Put the readers' records into the batch. `places`: of logits in their reader's arena, by the token's row."""
+    count, tails = len(tokens), tails_of(tokens, places)
+    numbers = struct.pack(
+        f"<{count}I{count}i{count}f{count}H", *tokens.indexes, *tokens.token_ids, *tokens.logprobs, *tokens.samples
+    )
+    joined, first_tails = b"".join(tails), None
     num_records = len(joined) // TAIL.size
     if num_records > count:
         first_tails = Words(num_bytes // TAIL.size for num_bytes in accumulate(map(len, tails), initial=0))
-    batch = readers.batch
-    if len(batch.records) < RECORD_BYTES * num_records:
-        batch.make_room(num_records)
-    kernels.pack_records(
-        struct.pack(
-            f"<{count}I{count}i{count}f{count}H", *tokens.indexes, *tokens.token_ids, *tokens.logprobs, *tokens.samples
-        ),
-        readers.handles,
-        joined,
-        first_tails.address if num_records > count else 0,
-        count,
-        readers.order.address,
-        readers.begins.address,
-        len(readers.sessions),
-        batch.address,
-        batch.ends.address,
-    )
+    batch.make_room(num_records)
+    kernels.pack_records(batch.address, numbers, joined, 0 if first_tails is None else first_tails.address, count)

@@ -15,9 +15,9 @@ FIRST_CAPACITY = 64
 """Rings that the table has room for at first; doubled when more are open."""
 
 INT, BYTES = ctypes.c_int64, ctypes.c_char_p
-PACK_RECORDS = ctypes.PYFUNCTYPE(None, BYTES, BYTES, BYTES, *[INT] * 7)
-WRITE_RINGS = ctypes.PYFUNCTYPE(None, *[INT] * 7)
-RING_BELLS = ctypes.PYFUNCTYPE(None, *[INT] * 2)
+PACK_RECORDS = ctypes.PYFUNCTYPE(None, INT, BYTES, BYTES, INT, INT)
+WRITE_RINGS = ctypes.PYFUNCTYPE(None, INT, INT, INT)
+RING_BELLS = ctypes.PYFUNCTYPE(None, INT, INT)
 """Prototypes. They keep the GIL: who gives it up for some microseconds may wait for milliseconds until it is back."""
 
 
@@ -42,18 +42,34 @@ class Kernels:
 
 
 class Batch:
-    """Records for several rings, one ring's after the other's."""
+    """Records for several rings, one ring's after the other's. Columns as in `cpu_kernels.rings`; `handles`: uint32 of
+    each token."""
 
-    def __init__(self, rings: Sequence[Ring]) -> None:
-        self.rings = Words(ring.row for ring in rings)
-        self.ends = Words([0] * len(rings))  # records up to each one's last
-        self.left = Words([0] * (1 + len(rings)))  # see `write_rings`
-        self.make_room(0)
+    def __init__(
+        self, rings: Sequence[Ring], handles: array[int], order: Iterable[int] = (), begins: Iterable[int] = ()
+    ) -> None:
+        self._handles, self._order, self._begins = handles, Words(order), Words(begins)
+        self._rows = Words(ring.row for ring in rings)
+        self._ends, self._left = Words([0] * len(rings)), Words([0] * (1 + len(rings)))
+        self.ends, self.left = self._ends.values, self._left.values
+        self._columns = Words([0] * kernels.BATCH_WORDS)
+        self.records = bytearray()
+        self.address = self._columns.address
+        columns = self._columns.values
+        columns[kernels.NUM_READERS] = len(rings)
+        columns[kernels.HANDLES], _ = handles.buffer_info()
+        columns[kernels.ORDER] = self._order.address
+        columns[kernels.BEGINS] = self._begins.address
+        columns[kernels.ENDS] = self._ends.address
+        columns[kernels.ROWS] = self._rows.address
+        columns[kernels.LEFT] = self._left.address
+        self.make_room(1)
 
     def make_room(self, num_records: int) -> None:
-        """For so many; those that are there may be lost."""
-        self.records = bytearray(RECORD_BYTES * max(1, num_records))
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.records))
+        """For so many, if there is less; those that are there may be lost then."""
+        if RECORD_BYTES * num_records > len(self.records):
+            self.records = bytearray(RECORD_BYTES * num_records)
+            self._columns.values[kernels.RECORDS] = ctypes.addressof(ctypes.c_char.from_buffer(self.records))
 
 
 class Ring:
@@ -63,19 +79,18 @@ class Ring:
         self.row = row
         self._rings = rings
         self._words = arena.words
-        self._batch = Batch([self])
+        self._batch = Batch([self], array("I"))
         self._is_open = True
 
-    def write(self, records: bytes | memoryview) -> int:
+    def write(self, records: bytes | bytearray) -> int:
         """Write whole records as far as there is room, and let the reader see them: how many bytes of them. It is woken
         by the next `Rings.wake`. Raises ProtocolError if its cursor cannot be."""
-        batch = self._batch
-        if len(records) > len(batch.records):
-            batch.make_room(len(records) // RECORD_BYTES)
+        batch, count = self._batch, len(records) // RECORD_BYTES
+        batch.make_room(count)
         batch.records[: len(records)] = records
-        batch.ends.values[0] = len(records) // RECORD_BYTES
+        batch.ends[0] = count
         self._rings.write(batch)
-        left, batch.left.values[1] = batch.left.values[1], 0
+        left, batch.left[1] = batch.left[1], 0
         written = len(records) - RECORD_BYTES * left
         if not written:
             check_cursor("ring_tail", self._words[RING_TAIL], *self._rings.read_and_written(self.row))
@@ -141,16 +156,8 @@ class Rings:
 
     def write(self, batch: Batch) -> bool:
         """Into each ring what there is room for. Whether something is left of one, see `batch.left`."""
-        self.load().write_rings(
-            self._table.address,
-            batch.rings.address,
-            len(batch.rings.values),
-            batch.address,
-            batch.ends.address,
-            batch.left.address,
-            self._sleepers.address,
-        )
-        return bool(batch.left.values[0])
+        self.load().write_rings(self._table.address, batch.address, self._sleepers.address)
+        return bool(batch.left[0])
 
     def wake(self) -> None:
         """The readers of what was written since the last call, as far as they sleep."""
