@@ -88,7 +88,7 @@ class Connection:
                 if value is None:
                     value = self._wait_for(ready, timeout_s, field, what)
                 if self.core.has_output:
-                    self._pump_for_others()
+                    self._pump_for_others(lifeline_ready=False)
                 return value
         finally:
             if self._dropped:
@@ -193,9 +193,9 @@ class Connection:
             raise
         return True
 
-    def _pump_for_others(self) -> None:
+    def _pump_for_others(self, lifeline_ready: bool = True) -> None:
         """Send; what came meanwhile may be what a polling or sleeping thread waits for."""
-        if self._pump():
+        if self._pump(lifeline_ready=lifeline_ready):
             self._changed.notify_all()
             if self._driving:
                 self._wake()

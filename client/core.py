@@ -238,6 +238,8 @@ class Core:
         if event is not None:
             if stream.owes_credit:
                 self._grant(stream)
+            if event.logits is not None:
+                self.shared.settle_rows()  # the daemon writes where it wrote before: what is in the caches
             return event
         if stream.done:
             stream.raise_if_failed()

@@ -24,8 +24,8 @@ Prompt = str | Sequence[int] | NDArray[Any] | Chat
 DEFAULT_WINDOW = 256
 """Tokens of each sample that the daemon may send ahead of the reader."""
 
-LOGITS_WINDOW = 16
-"""The same where each brings a row as wide as the vocabulary: half of what the arena has room for."""
+LOGITS_WINDOW = 32
+"""The same where each brings a row as wide as the vocabulary: as many as the smallest arena has places for."""
 
 DEFAULT_RECONNECT_S = 1.5
 """How long open requests wait for a daemon to listen again: where none comes, they have failed within two seconds."""

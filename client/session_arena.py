@@ -25,8 +25,8 @@ class SessionArena:
         self._arena = Arena.open(fd)
         self._upload = UploadWriter(self._arena)
         self.bulk = BulkReader(self._arena)
-        self._rows = RowReader(self._arena)
-        self.ring = RingReader(self._arena, self._rows)
+        self.rows = RowReader(self._arena)
+        self.ring = RingReader(self._arena, self.rows)
         self.bell_fd = bell_fd
         self._close_bell = weakref.finalize(self, os.close, bell_fd)  # also of a client that is only dropped
         self._close_bell.atexit = False  # a daemon thread may still poll it
@@ -70,6 +70,6 @@ class SessionArena:
         return bool(tokens)
 
     def close(self) -> None:
-        self._rows.close()
+        self.rows.close()
         self._arena.close()
         self._close_bell()

@@ -87,15 +87,13 @@ class Transport(ABC):
 
     def _drain(self, core: Core) -> bool:
         came = False
-        while True:
-            try:
-                parts = self._dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return came
+        while int(self._dealer.get(zmq.EVENTS)) & zmq.POLLIN:  # `Again` would cost more than the answer
+            parts = self._dealer.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 1:
                 raise ProtocolError("a message must be one frame")
             core.receive(parts[0])
             came = True
+        return came
 
     def _drain_last(self, core: Core) -> None:
         give_up = time.monotonic() + GRACE_LIMIT_S

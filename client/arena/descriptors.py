@@ -61,6 +61,11 @@ class SharedMemory:
         """Give tokens that came to their streams; whether any came. Raises ProtocolError for a ring that cannot be."""
         return self.arena is not None and self.arena.read()
 
+    def settle_rows(self) -> None:
+        """Give back the places of rows that the program has no more."""
+        if self.arena is not None:
+            self.arena.rows.settle_ended()
+
     @property
     def bell_fd(self) -> int:
         """Polls readable when tokens came to the ring after `may_sleep`; -1 where there is no ring."""
