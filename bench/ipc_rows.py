@@ -72,13 +72,13 @@ def stream_logits(bench: Bench, row: NDArray[np.float32], arena: bool, together:
 
     with clients(bench, 1, arena, work):
         bench.serve_until(lambda: len(bench.requests) == together)
+        given = [logits_of(bench.requests, index, row) for index in range(steps)]
         thread_s, zeromq_before, begin = 0.0, other_threads_s(), time.perf_counter()
         for index in range(steps):
             while board.read[0] < index - max(1, ROWS_AHEAD // together):
                 os.sched_yield()  # the shortest sleep is longer than a row takes
-            given = logits_of(bench.requests, index, row)
             before = time.thread_time()
-            bench.give(given)
+            bench.give(given[index])
             thread_s += time.thread_time() - before
         while board.read[0] < steps:
             os.sched_yield()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -121,11 +120,12 @@ class Delivery:
         places: dict[int, int] = {}
         for row, logits in tokens.logits.items():
             session = readers.of_row.get(row)
-            if session is None or session in waiting:
+            if session is None or session.arena is None or session in waiting:
                 continue
-            place = None
-            with contextlib.suppress(ProtocolError):  # it will be raised again when its turn to wait has come
-                place = None if session.arena is None else session.arena.rows.put(logits)
+            try:
+                place = session.arena.rows.put(logits)
+            except ProtocolError:  # found again, and said, when it has waited
+                place = None
             if place is None:
                 waiting.add(session)
             else:
