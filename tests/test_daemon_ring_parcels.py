@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -54,14 +55,22 @@ def rings() -> Rings:
     return Rings()
 
 
-@pytest.fixture
-def sessions(rings: Rings) -> Iterator[list[Session]]:
+@contextmanager
+def sessions_with(rings: Rings) -> Iterator[list[Session]]:
     """Three, and one whose ring was closed."""
     made = [session_of(name, rings) for name in "abcd"]
     close(made[3])
-    yield made
-    for session in made[:3]:
-        close(session)
+    try:
+        yield made
+    finally:
+        for session in made[:3]:
+            close(session)
+
+
+@pytest.fixture
+def sessions(rings: Rings) -> Iterator[list[Session]]:
+    with sessions_with(rings) as made:
+        yield made
 
 
 def close(session: Session) -> None:
@@ -75,27 +84,24 @@ def close(session: Session) -> None:
 def test_each_session_gets_its_own_in_order(data: st.DataObject) -> None:
     """Steps in which requests come and go, one or several tokens each, against the protocol's page."""
     rings = Rings()
-    made = [session_of(name, rings) for name in "abcd"]
-    close(made[3])
-    packer = RingPacker(rings)
-    requests = [request_of((*made, None)[number % 5], number + 1) for number in range(12)]
-    several = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.sampled_from(TEXTS)), min_size=1, max_size=3)
-    for step in range(data.draw(st.integers(1, 4))):
-        tokens, expected = RingTokens(), dict.fromkeys(made, b"")
-        for number in data.draw(st.sampled_from([list(range(12)), [], [3], [4, 9], list(range(0, 12, 3))])):
-            request, items = requests[number], data.draw(several)
-            ids, texts = zip(*items, strict=True)
-            logprobs = tuple(-0.5 * place for place in range(len(items))) if data.draw(st.booleans()) else ()
-            logits = [np.zeros(3, np.float32)] * len(items) if data.draw(st.booleans()) else []
-            tokens.add(request, number, (step, ids, texts, logprobs, ()), logits)
-            for place, (token_id, text) in enumerate(items):
-                item = token_id, text, logprobs[place] if logprobs else None
-                if isinstance(request.session, Session) and request.session.arena is not None:
-                    record = record_of(item, request.handle or 0, step + place, number, logits=bool(logits))
-                    expected[request.session] += record
-        assert packed(packer, tokens) == {session: records for session, records in expected.items() if records}
-    for session in made[:3]:
-        close(session)
+    with sessions_with(rings) as made:
+        packer = RingPacker(rings)
+        requests = [request_of((*made, None)[number % 5], number + 1) for number in range(12)]
+        several = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.sampled_from(TEXTS)), min_size=1, max_size=3)
+        for step in range(data.draw(st.integers(1, 4))):
+            tokens, expected = RingTokens(), dict.fromkeys(made, b"")
+            for number in data.draw(st.sampled_from([list(range(12)), [], [3], [4, 9], list(range(0, 12, 3))])):
+                request, items = requests[number], data.draw(several)
+                ids, texts = zip(*items, strict=True)
+                logprobs = tuple(-0.5 * place for place in range(len(items))) if data.draw(st.booleans()) else ()
+                logits = [np.zeros(3, np.float32)] * len(items) if data.draw(st.booleans()) else []
+                tokens.add(request, number, (step, ids, texts, logprobs, ()), logits)
+                for place, (token_id, text) in enumerate(items):
+                    item = token_id, text, logprobs[place] if logprobs else None
+                    if isinstance(request.session, Session) and request.session.arena is not None:
+                        record = record_of(item, request.handle or 0, step + place, number, logits=bool(logits))
+                        expected[request.session] += record
+            assert packed(packer, tokens) == {session: records for session, records in expected.items() if records}
 
 
 def test_a_request_without_a_reader_is_left_out_from_the_next_step_on(rings: Rings, sessions: list[Session]) -> None:
