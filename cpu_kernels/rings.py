@@ -101,7 +101,7 @@ def write_rings(table: int, batch: int, sleepers: int) -> None:
         if load_i64(result) == 0 and load_i64(ring + 8 * BELL) >= 0:
             count = _write(ring, records + RECORD_BYTES * begin, remaining)
             remaining -= count
-            if count and _falls_asleep(ring):
+            if count and _has_to_be_woken(ring):
                 num_sleepers += 1
                 store_i64(sleepers + 8 * num_sleepers, row)
         store_i64(result, remaining)
@@ -131,7 +131,7 @@ def _write(ring: int, records: int, num_records: int) -> int:
 
 
 @kernel
-def _falls_asleep(ring: int) -> bool:
+def _has_to_be_woken(ring: int) -> bool:
     """The reader may not have seen what was just written, and is not among the sleepers yet."""
     fence()
     if atomic_load(load_i64(ring + 8 * AWAKE_AT)) != 0 or load_i64(ring + 8 * TO_BE_WOKEN) != 0:
