@@ -42,8 +42,9 @@ _lock = threading.Lock()
 _compiled: dict[str, Any] = {}  # Numba's functions own their code: they live as long as the process
 _tiles: dict[tuple[int, ...], NDArray[np.int64]] = {}  # by formats
 
-_ALL: list[Callable[..., None]] = [run_thread, *OPERATIONS.values(), *RINGS]
+_ALL: list[Callable[..., None]] = [run_thread, *OPERATIONS.values()]
 SLOW = ("sample", "attend_shared", "linear")
+RINGS_NAME = "rings"
 
 COMPILING, LOADING = "compiling CPU kernels", "loading CPU kernels"
 BY_OTHERS = 0.9  # share of the time until all is ready, where other processes compile
@@ -118,10 +119,10 @@ def load_kernels(formats: Sequence[int], cache: Path, progress: Progress, proces
         return _load(formats, cache, lambda what, share: progress(what, BY_OTHERS + (1 - BY_OTHERS) * share))
 
 
-def load_ring_functions(cache: Path) -> list[int]:
-    """The addresses of `rings.RINGS`, C functions of int64, compiled or read from `cache`, if it can be used."""
+def load_ring_functions(cache: Path) -> dict[str, int]:
+    """The addresses of `rings.RINGS` by their names, C functions of int64; kept in `cache`, if that can be used."""
     with _lock:
-        return [_compile(function, None if _unusable(cache) else cache).address for function in RINGS]
+        return _load_rings(None if _unusable(cache) else cache)
 
 
 @contextmanager
@@ -148,11 +149,13 @@ def _load(formats: Sequence[int], cache: Path | None, progress: Progress) -> Ker
 
 
 def missing(formats: Sequence[int], cache: Path) -> list[str]:
-    """Names of operations and of formats of tiles that are not in `cache`, nor in this process; slow ones first."""
+    """Names of operations (unless this process has them), of formats of tiles, and RINGS_NAME, that are not in `cache`;
+    slow ones first."""
     operations = [function for function in _ALL if not _is_known(function, cache)]
     operations.sort(key=lambda function: function.__name__ not in SLOW)
     tiles = [number for number in formats if not _tiles_file(number, cache).exists()]
-    return [function.__name__ for function in operations] + [FORMAT_NAMES[number] for number in tiles]
+    rings = [] if _rings_file(cache).exists() else [RINGS_NAME]
+    return [function.__name__ for function in operations] + [FORMAT_NAMES[number] for number in tiles] + rings
 
 
 def make(name: str, cache: Path) -> None:
@@ -163,6 +166,8 @@ def make(name: str, cache: Path) -> None:
     for number, format_name in FORMAT_NAMES.items():
         if format_name == name:
             _tiles_of(number, cache)
+    if name == RINGS_NAME:
+        _load_rings(cache)
 
 
 def _doing(function: Callable[..., None], cache: Path | None) -> str:
@@ -187,10 +192,35 @@ def _compile(function: Callable[..., None], cache: Path | None) -> Any:
     if name not in _compiled:
         directory = _directory(cache, module_of(function))
         with _numba_cache(directory):
-            signature = types.void(*[types.int64] * function.__code__.co_argcount)
-            declare = numba.cfunc(signature, cache=directory is not None, error_model="numpy")
+            declare = numba.cfunc(_signature(function), cache=directory is not None, error_model="numpy")
             _compiled[name] = declare(function)
     return _compiled[name]
+
+
+def _signature(function: Callable[..., None]) -> Any:
+    return types.void(*[types.int64] * function.__code__.co_argcount)
+
+
+def _load_rings(cache: Path | None) -> dict[str, int]:
+    """Kept as object code: to be loaded, they need nothing of Numba, which would take longer than all else of a daemon
+    whose model runs elsewhere."""
+    file = _rings_file(cache) if cache is not None else None
+    return load_functions(partial(_linked, RINGS), [function.__name__ for function in RINGS], file)
+
+
+def _rings_file(cache: Path) -> Path:
+    return _made(cache, "rings") / "rings.o"
+
+
+def _linked(functions: Sequence[Callable[..., None]]) -> Any:
+    """One module of functions that use nothing of Python's, under their own names."""
+    whole = binding.parse_assembly("")
+    for function in functions:
+        compiled = numba.cfunc(_signature(function), error_model="numpy")(function)
+        module = binding.parse_assembly(compiled.inspect_llvm())
+        module.get_function(compiled.native_name).name = function.__name__
+        whole.link_in(module)
+    return whole
 
 
 def _load_tiles(formats: tuple[int, ...], cache: Path | None) -> NDArray[np.int64]:

@@ -28,6 +28,11 @@ def kernel(function: Function) -> Function:
     return cast(Function, numba.njit(**KERNEL_OPTIONS)(function))
 
 
+def inlined(function: Function) -> Function:
+    """A kernel that becomes part of its callers, so that they need not ask whether it failed."""
+    return cast(Function, numba.njit(inline="always", **KERNEL_OPTIONS)(function))
+
+
 def entry_point(function: Function) -> Function:
     """A kernel that Python calls; runs without the GIL."""
     return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import binding
 
 _loaded: list[Any] = []  # compilers own the code: they live as long as the process
 
@@ -28,8 +28,8 @@ def machine(cpu: str, features: str = "") -> Any:
     return target.create_target_machine(cpu=cpu, features=features, opt=2, reloc="pic", codemodel="small")
 
 
-def optimise(module: ir.Module, target_machine: Any) -> Any:
-    """The module parsed and optimised. Our IR says what to vectorise and unroll: LLVM need not look for more."""
+def optimise(module: Any, target_machine: Any) -> Any:
+    """The module, of either kind that llvmlite has, parsed and optimised. Our IR says what to vectorise and unroll: LLVM need not look for more."""
     module.triple = target_machine.triple
     parsed = binding.parse_assembly(str(module))
     tuning = binding.create_pipeline_tuning_options(speed_level=1)
@@ -39,7 +39,7 @@ def optimise(module: ir.Module, target_machine: Any) -> Any:
     return parsed
 
 
-def load_functions(build: Callable[[], ir.Module], names: Sequence[str], file: Path | None) -> dict[str, int]:
+def load_functions(build: Callable[[], Any], names: Sequence[str], file: Path | None) -> dict[str, int]:
     """The addresses of `names`, from the object code in `file` if it is whole, else by building (and keeping) it."""
     code = _read(file) if file is not None else None
     if code is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .jit import kernel
+from .jit import inlined
 from .memory import (
     atomic_load,
     atomic_store,
@@ -111,7 +111,7 @@ def write_rings(table: int, batch: int, sleepers: int) -> None:
     store_i64(sleepers, num_sleepers)
 
 
-@kernel
+@inlined
 def _write(ring: int, records: int, num_records: int) -> int:
     """How many of the records there was room for; none if the reader's cursor cannot be."""
     head, last_place = load_i64(ring + 8 * HEAD), load_i64(ring + 8 * LAST_PLACE)
@@ -119,7 +119,8 @@ def _write(ring: int, records: int, num_records: int) -> int:
     if tail < load_i64(ring + 8 * TAIL) or tail > head:
         return 0
     store_i64(ring + 8 * TAIL, tail)
-    count = min(num_records, last_place + 1 - (head - tail))
+    room = last_place + 1 - (head - tail)
+    count = room if room < num_records else num_records  # `min` would be a function that can fail
     for i in range(count):
         target = load_i64(ring + 8 * RECORDS_AT) + RECORD_BYTES * ((head + i) & last_place)
         for word in range(0, RECORD_BYTES, 8):
@@ -130,7 +131,7 @@ def _write(ring: int, records: int, num_records: int) -> int:
     return count
 
 
-@kernel
+@inlined
 def _has_to_be_woken(ring: int) -> bool:
     """The reader may not have seen what was just written, and is not among the sleepers yet."""
     fence()

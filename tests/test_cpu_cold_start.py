@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvpool.cpu_kernels import compiler, side_by_side
-from kvpool.cpu_kernels.compiler import load_kernels, missing
+from kvpool.cpu_kernels.compiler import load_kernels, load_ring_functions, missing
 from kvpool.cpu_kernels.isa import FLOAT16, FLOAT32
+from kvpool.cpu_kernels.rings import RINGS
 from kvpool.cpu_kernels.side_by_side import compile_side_by_side
 
 QUICK = ["select_rows", "float16"]
@@ -33,6 +34,20 @@ def test_what_is_missing_is_made_by_other_processes_and_found_here(tmp_path: Pat
     assert told == [1, 2]
     assert set(before) - set(missing([FLOAT16], tmp_path)) == set(QUICK)
     assert compiler._compiled == {}
+
+
+def test_what_writes_rings_is_kept_as_object_code_that_needs_nothing_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = compiler._linked(RINGS)
+    assert {
+        function.name for function in module.functions if function.is_declaration and "llvm." not in function.name
+    } == {"write"}
+    assert compiler.RINGS_NAME in missing([FLOAT16], tmp_path)
+    assert set(load_ring_functions(tmp_path)) == {function.__name__ for function in RINGS}
+    assert compiler.RINGS_NAME not in missing([FLOAT16], tmp_path)
+    monkeypatch.setattr(compiler, "_linked", None)  # from here on nothing is compiled
+    assert all(load_ring_functions(tmp_path).values())
 
 
 @pytest.mark.parametrize("executable", ["/bin/false", "/nowhere/python"])

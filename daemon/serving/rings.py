@@ -35,10 +35,10 @@ class Kernels:
     """Compiled, or read from the cache: the first time on a machine takes a second."""
 
     def __init__(self) -> None:
-        pack_records, write_rings, ring_bells = load_ring_functions(cache_directory() / "kernels")
-        self.pack_records = PACK_RECORDS(pack_records)
-        self.write_rings = WRITE_RINGS(write_rings)
-        self.ring_bells = RING_BELLS(ring_bells)
+        addresses = load_ring_functions(cache_directory() / "kernels")
+        self.pack_records = PACK_RECORDS(addresses["pack_records"])
+        self.write_rings = WRITE_RINGS(addresses["write_rings"])
+        self.ring_bells = RING_BELLS(addresses["ring_bells"])
 
 
 class Batch:
