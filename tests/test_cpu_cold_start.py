@@ -46,7 +46,11 @@ def test_what_writes_rings_is_kept_as_object_code_that_needs_nothing_of_python(
     assert compiler.RINGS_NAME in missing([FLOAT16], tmp_path)
     assert set(load_ring_functions(tmp_path)) == {function.__name__ for function in RINGS}
     assert compiler.RINGS_NAME not in missing([FLOAT16], tmp_path)
-    monkeypatch.setattr(compiler, "_linked", None)  # from here on nothing is compiled
+
+    def nothing_more(functions: object) -> object:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiler, "_linked", nothing_more)
     assert all(load_ring_functions(tmp_path).values())
 
 
