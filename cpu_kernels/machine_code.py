@@ -29,8 +29,8 @@ def machine(cpu: str, features: str = "") -> Any:
 
 
 def optimise(module: Any, target_machine: Any) -> Any:
-    """The module (of either kind that llvmlite has) parsed and optimised. Our IR says what to vectorise and unroll: LLVM
-    need not look for more."""
+    """The module, of either kind that llvmlite has, parsed and optimised. Our IR says what to vectorise and unroll:
+    LLVM need not look for more."""
     module.triple = target_machine.triple
     parsed = binding.parse_assembly(str(module))
     tuning = binding.create_pipeline_tuning_options(speed_level=1)
