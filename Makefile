@@ -6,6 +6,9 @@ STAMP  := $(VENV)/.installed
 # Setuptools warns of folders named like the package, of which there are none here.
 PIP    := PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# The tests start hundreds of processes: each would compile our sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow test-optimised lint format bench model clean help
 
 help:
