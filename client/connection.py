@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from typing import TypeVar
 
 from .address import Whereabouts
@@ -160,12 +161,12 @@ class Connection:
         self._watch_bell(self.core.shared.bell_fd)
         if self.core.has_detached:
             limit_s = min(limit_s, RETRY_S)
-        self._changed.release()
-        try:
+
+        def sleep() -> list[tuple[int, int]]:
             self._settle_dropped()
-            ready = self._poller.poll(limit_s * 1000 + 1)
-        finally:
-            _acquire_surely(self._changed)
+            return self._poller.poll(limit_s * 1000 + 1)
+
+        ready = _without(self._changed, sleep)
         self.core.shared.stay_awake()
         fds = [fd for fd, _ in ready]
         if self._bell_fd in fds:
@@ -283,14 +284,24 @@ class Connection:
         self.core.abandon_all(ConnectionLost("the process that was connected forked this one"))
 
 
-def _acquire_surely(lock: threading.Condition) -> None:
-    """Acquire although Ctrl-C is pressed meanwhile; raise that afterwards."""
+_release, _acquire = methodcaller("release"), methodcaller("acquire")
+
+
+def _without(lock: threading.Condition, action: Callable[[], T]) -> T:
+    """Do something without the lock. It is held afterwards in any case: also where a signal's handler raises, which can
+    happen at the end of every call; so what is done to the lock and the note of it are one call."""
     interrupt: BaseException | None = None
+    released: list[None] = []
     acquired: list[bool] = []
-    while not acquired:
-        try:
-            acquired.extend(map(lock.acquire, (True,)))  # in one go: what is raised once it is held says so
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    try:
+        released.extend(map(_release, (lock,)))
+        result = action()
+    finally:
+        while released and not acquired:
+            try:
+                acquired.extend(map(_acquire, (lock,)))
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+    return result

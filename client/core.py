@@ -193,6 +193,7 @@ class Core:
         """Start a request. Raises InvalidArgument for a request_id in use, and what encode_checked raises."""
         if message.request_id in self._streams:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
+        self.shared.check_wanted(message, self.welcome)
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
         stream.unaccepted = message
         if isinstance(message, Submit):

@@ -19,7 +19,7 @@ MIN_UPLOAD_BYTES = 4096
 
 class SessionArena:
     """Made of descriptors that came over the lifeline: `fd` stays the caller's, `bell_fd` is the arena's from now on.
-    Raises ProtocolError as `Arena.open`."""
+    Raises as `Arena.open`."""
 
     def __init__(self, fd: int, bell_fd: int) -> None:
         self._arena = Arena.open(fd)

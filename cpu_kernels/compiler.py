@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from .executor import OPERATIONS, run_thread
 from .isa import FORMAT_NAMES, host_features, host_isa
 from .jit import LOADED_NS
-from .machine_code import load_functions
+from .machine_code import linked, load_functions
 from .rings import RINGS
 from .side_by_side import compile_side_by_side
 from .tile import tile_names, tile_table, tiles_module
@@ -90,7 +90,7 @@ def cache_key(module: str) -> str:
     """Changes with any source that `module` can reach, with the compiler and with the processor. (Sources that change
     under this process are `changed_sources`: then nothing is kept.)"""
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(sources(module)):
+    for name in sorted(sources(module) | {"machine_code"}):
         digest.update(name.encode() + b"\0" + (HERE / f"{name}.py").read_bytes() + b"\0")
     names = (numba.__version__, llvmlite.__version__, binding.get_host_cpu_name(), *sorted(host_features()))
     digest.update("\0".join(names).encode())
@@ -105,24 +105,31 @@ def load_kernels(formats: Sequence[int], cache: Path, progress: Progress, proces
     """
     with _lock:
         problem = _unusable(cache)
-        if problem:
-            progress(f"kernels will not be cached: {problem}", 0.0)
-            return _load(formats, None, progress)
-        if len(missing(formats, cache)) < 2 or processes < 2:
-            return _load(formats, cache, progress)
-        progress(COMPILING, 0.0)
-        with _filling(cache):
-            absent = missing(formats, cache)  # less, where another process was at it
-            compile_side_by_side(
-                absent, cache, processes, lambda done: progress(COMPILING, BY_OTHERS * done / len(absent))
-            )
-        return _load(formats, cache, lambda what, share: progress(what, BY_OTHERS + (1 - BY_OTHERS) * share))
+        if not problem:
+            try:
+                return _load_cached(formats, cache, progress, processes)
+            except OSError as error:  # it is full, or part of it somebody else's
+                problem = f"{error.filename or cache}: {error.strerror}"
+        progress(f"kernels will not be cached: {problem}", 0.0)
+        return _load(formats, None, progress)
+
+
+def _load_cached(formats: Sequence[int], cache: Path, progress: Progress, processes: int) -> Kernels:
+    if len(missing(formats, cache)) < 2 or processes < 2:
+        return _load(formats, cache, progress)
+    progress(COMPILING, 0.0)
+    with _filling(cache):
+        absent = missing(formats, cache)  # less, where another process was at it
+        compile_side_by_side(absent, cache, processes, lambda done: progress(COMPILING, BY_OTHERS * done / len(absent)))
+    return _load(formats, cache, lambda what, share: progress(what, BY_OTHERS + (1 - BY_OTHERS) * share))
 
 
 def load_ring_functions(cache: Path) -> dict[str, int]:
     """The addresses of `rings.RINGS` by their names, C functions of int64; kept in `cache`, if that can be used."""
     with _lock:
-        return _load_rings(None if _unusable(cache) else cache)
+        with suppress(OSError):
+            return _load_rings(None if _unusable(cache) else cache)
+        return _load_rings(None)
 
 
 @contextmanager
@@ -205,22 +212,15 @@ def _load_rings(cache: Path | None) -> dict[str, int]:
     """Kept as object code: to be loaded, they need nothing of Numba, which would take longer than all else of a daemon
     whose model runs elsewhere."""
     file = _rings_file(cache) if cache is not None else None
-    return load_functions(partial(_linked, RINGS), [function.__name__ for function in RINGS], file)
+    return load_functions(_rings_module, [function.__name__ for function in RINGS], file)
+
+
+def _rings_module() -> Any:
+    return linked([numba.cfunc(_signature(function), error_model="numpy")(function) for function in RINGS])
 
 
 def _rings_file(cache: Path) -> Path:
     return _made(cache, "rings") / "rings.o"
-
-
-def _linked(functions: Sequence[Callable[..., None]]) -> Any:
-    """One module of functions that use nothing of Python's, under their own names."""
-    whole = binding.parse_assembly("")
-    for function in functions:
-        compiled = numba.cfunc(_signature(function), error_model="numpy")(function)
-        module = binding.parse_assembly(compiled.inspect_llvm())
-        module.get_function(compiled.native_name).name = function.__name__
-        whole.link_in(module)
-    return whole
 
 
 def _load_tiles(formats: tuple[int, ...], cache: Path | None) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ def optimise(module: Any, target_machine: Any) -> Any:
     return parsed
 
 
+def linked(functions: Iterable[Any]) -> Any:
+    """One module of Numba's C functions, which use nothing of Python's, under their own names."""
+    whole = binding.parse_assembly("")
+    for function in functions:
+        module = binding.parse_assembly(function.inspect_llvm())
+        module.get_function(function.native_name).name = function.__name__
+        whole.link_in(module)
+    return whole
+
+
 def load_functions(build: Callable[[], Any], names: Sequence[str], file: Path | None) -> dict[str, int]:
     """The addresses of `names`, from the object code in `file` if it is whole, else by building (and keeping) it."""
     code = _read(file) if file is not None else None
@@ -70,6 +80,10 @@ def _read(file: Path) -> bytes | None:
 def _write(file: Path, code: bytes) -> None:
     """Keep `code` in `file`: all of it or nothing, whatever other processes do at the same time."""
     handle, name = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(hashlib.blake2b(code, digest_size=_DIGEST_SIZE).digest() + code)
-    os.replace(name, file)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(hashlib.blake2b(code, digest_size=_DIGEST_SIZE).digest() + code)
+        os.replace(name, file)
+    except OSError:
+        os.unlink(name)
+        raise

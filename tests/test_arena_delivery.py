@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpool.client.arena.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, ROWS_RETURNED, Layout
+from kvpool.client.arena.arena import ARENA, BULK_TAIL, PAGE_BYTES, RING_HEAD, RING_TAIL, ROWS_RETURNED, Arena, Layout
 from kvpool.client.core import DaemonGone, State
 from kvpool.client.lifeline import connect_lifeline
 from kvpool.client.stream_state import StreamState
 from kvpool.client.wire.errors import ConnectionLost, InvalidArgument, KVPoolError, ProtocolError, Unsupported
 from kvpool.client.wire.messages import Submit
 from kvpool.daemon.serving.delivery import SLOW_READER
-from tests.support.arena_rig import LIMITS, Rig, RigClient, mapped_arenas
+from kvpool.daemon.serving.ring_parcels import RingRecords
+from tests.support.arena_rig import LIMITS, SELF, Rig, RigClient, mapped_arenas
 from tests.support.engine_harness import prompts
 from tests.support.scripted_backend import answer_to, logprob_of
 
@@ -301,6 +303,51 @@ def test_one_that_takes_a_request_over_gets_it_in_messages(rig: Rig) -> None:
     assert arena_of(second).words[RING_HEAD] == 0
 
 
+def test_one_that_takes_over_from_who_does_not_read_is_not_held(rig: Rig) -> None:
+    stopped, second = rig.client(), rig.client()
+    stream = stopped.submit(PROMPT, max_tokens=200, linger_s=60.0)
+    for _ in range(150):
+        rig.turn()
+    assert [request.held for request in rig.clients.requests()] == [SLOW_READER]
+    followed = second.core.attach(stream.request_id, None)
+    for _ in range(300):
+        rig.turn()
+        second.read()
+    assert followed.result().token_ids == expected(PROMPT, 200)
+
+
+def test_one_that_does_not_read_and_takes_over_holds_it(rig: Rig) -> None:
+    first, stopped = rig.client(), rig.client()
+    stream = first.submit(PROMPT, max_tokens=200, linger_s=60.0)
+    own = stopped.submit(PROMPT, max_tokens=200)
+    for _ in range(140):
+        rig.turn()
+        first.read()
+    followed = stopped.core.attach(stream.request_id, None)
+    rig.clients.receive(stopped.name, SELF, stopped.core.outbox.popleft())
+    for _ in range(100):
+        rig.turn()
+    assert [request.held for request in rig.clients.requests()] == [SLOW_READER] * 2
+    rig.run()
+    assert followed.result().token_ids == own.result().token_ids == expected(PROMPT, 200)
+
+
+def test_what_is_held_of_logits_is_no_part_of_a_whole_step(tmp_path: Path) -> None:
+    """Rows of a step lie in one array: whoever keeps one of them must not keep them all."""
+    rig = Rig(tmp_path, Layout(128, PAGE_BYTES, PAGE_BYTES, 4 * 384, 1))
+    client = rig.client()
+    for prompt in prompts(3, 20):
+        client.submit(prompt, max_tokens=12, want_logits=True)
+    for _ in range(20):
+        rig.turn()
+    (session,) = rig.clients.delivery._slow
+    rows = [row for parcel, _ in session.outbox if isinstance(parcel, RingRecords) for _, row in parcel._logits]
+    assert rows
+    assert all(row.base is None for row in rows)
+    rig.run()
+    rig.close()
+
+
 def test_logits_wait_for_room_and_are_those_of_their_tokens(tmp_path: Path) -> None:
     rig = Rig(tmp_path, Layout(128, PAGE_BYTES, PAGE_BYTES, 4 * 384, 4))
     client = rig.client()
@@ -415,9 +462,26 @@ def test_a_client_without_descriptors_does_without(rig: Rig, monkeypatch: pytest
     assert take
     assert client.core.state is State.READY
     assert client.core.shared.arena is None
+    check_without_arena(rig, client)
+
+
+def check_without_arena(rig: Rig, client: RigClient) -> None:
     stream = client.submit(PROMPT, max_tokens=5)
     rig.run()
     assert stream.result().token_ids == expected(PROMPT, 5)
+    with pytest.raises(Unsupported, match="ulimit -n"):
+        client.submit(PROMPT, max_tokens=5, want_logits=True)
+
+
+def test_a_client_that_has_none_left_to_map_it_does_without(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(fd: int) -> Arena:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Arena, "open", no_descriptor)
+    client = rig.client()
+    assert client.core.state is State.READY
+    assert client.core.shared.arena is None
+    check_without_arena(rig, client)
 
 
 def socket_recv_without_fds(monkeypatch: pytest.MonkeyPatch) -> list[int]:

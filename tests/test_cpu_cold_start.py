@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cpu_kernels import compiler, side_by_side
+from kvpool.cpu_kernels import compiler, machine_code, side_by_side
 from kvpool.cpu_kernels.compiler import load_kernels, load_ring_functions, missing
 from kvpool.cpu_kernels.isa import FLOAT16, FLOAT32
 from kvpool.cpu_kernels.rings import RINGS
@@ -39,7 +40,7 @@ def test_what_is_missing_is_made_by_other_processes_and_found_here(tmp_path: Pat
 def test_what_writes_rings_is_kept_as_object_code_that_needs_nothing_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = compiler._linked(RINGS)
+    module = compiler._rings_module()
     assert {
         function.name for function in module.functions if function.is_declaration and "llvm." not in function.name
     } == {"write"}
@@ -47,11 +48,38 @@ def test_what_writes_rings_is_kept_as_object_code_that_needs_nothing_of_python(
     assert set(load_ring_functions(tmp_path)) == {function.__name__ for function in RINGS}
     assert compiler.RINGS_NAME not in missing([FLOAT16], tmp_path)
 
-    def nothing_more(functions: object) -> object:
+    def nothing_more() -> object:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiler, "_linked", nothing_more)
+    monkeypatch.setattr(compiler, "_rings_module", nothing_more)
     assert all(load_ring_functions(tmp_path).values())
+
+
+def test_a_cache_that_is_full_or_partly_somebody_elses_only_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(cache: Path, module: str) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(cache / module))
+
+    monkeypatch.setattr(compiler, "_made", full)
+    monkeypatch.setattr(compiler, "_load", lambda formats, cache, progress: cache)
+    told: list[str] = []
+    assert load_kernels([FLOAT32], tmp_path, lambda what, share: told.append(what)) is None
+    assert told[-1].startswith("kernels will not be cached: ")
+    assert told[-1].endswith(": No space left on device")
+    assert set(load_ring_functions(tmp_path)) == {function.__name__ for function in RINGS}
+
+
+def test_object_code_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: str, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(machine_code.os, "replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        machine_code._write(tmp_path / "x.o", b"code")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("executable", ["/bin/false", "/nowhere/python"])

@@ -182,17 +182,15 @@ class Arena:
 
     @classmethod
     def open(cls, fd: int) -> Arena:
-        """The client's side; `fd` stays the caller's. Raises ProtocolError for a descriptor that is no sealed arena."""
+        """The client's side; `fd` stays the caller's. Raises ProtocolError for a descriptor that is no sealed arena,
+        OSError where no memory or no descriptor is left."""
         size = check_sealed(fd, SIZE_SEALS)
         if size < HEADER.size:
             raise ProtocolError(f"the descriptor cannot be used: it has {size} bytes", field="arena")
         layout = Layout.of_header(os.pread(fd, HEADER.size, 0))
         if size != layout.total_bytes:
             raise ProtocolError(f"has {size} bytes, where its header says {layout.total_bytes}", field="arena")
-        try:
-            return cls(mmap.mmap(fd, size), layout)
-        except OSError as error:
-            raise ProtocolError(f"the descriptor cannot be mapped: {error.strerror}", field="arena") from None
+        return cls(mmap.mmap(fd, size), layout)
 
     def close(self) -> None:
         """Idempotent."""

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..session_arena import SessionArena
-from ..wire.errors import ConnectionLost, ProtocolError
-from ..wire.messages import MAX_ROWS_BYTES
+from ..wire.errors import ConnectionLost, ProtocolError, Unsupported
+from ..wire.messages import MAX_ROWS_BYTES, Generate, Submit, Welcome
 from ..wire.schema import Blob, Mismatch
+from .arena import ARENA
 from .map_segment import MapReader
 
 
@@ -36,9 +37,20 @@ class SharedMemory:
             bell_fd = self._fds.popleft()
             try:
                 self.arena = SessionArena(fd, bell_fd)
+            except OSError:  # mapping takes a descriptor, too
+                os.close(bell_fd)
             except BaseException:
                 os.close(bell_fd)
                 raise
+
+    def check_wanted(self, message: Submit | Generate, welcome: Welcome | None) -> None:
+        """Raises Unsupported for logits where the daemon shares memory, and this process could not map it."""
+        shares = welcome is not None and ARENA in welcome.capabilities
+        if shares and self.arena is None and isinstance(message, Submit) and message.want_logits:
+            raise Unsupported(
+                "no descriptor was left for shared memory: raise the limit (ulimit -n) and connect again",
+                field="want_logits",
+            )
 
     def map_pool(self) -> None:
         """The frame of the pool map came. Raises ProtocolError for a descriptor that is none."""

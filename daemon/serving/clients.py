@@ -237,11 +237,15 @@ class Clients:
         if session.arena is not None and request.fits_ring:
             request.handle = message.handle
         submit(request)
+        self._let_have(session, request)
+        return request
+
+    def _let_have(self, session: Session, request: Request) -> None:
+        """The request is the session's from now on."""
         session.requests[request.request_id] = request
         self.send(session, Accepted(self.engine.epoch, request.request_id, request.params.n))
         if session.outbox:
             self.engine.pace.hold(request, SLOW_READER)
-        return request
 
     def keep_sequence(self, request: Request) -> None:
         """The request's sequence stays under the request's name."""
@@ -275,8 +279,7 @@ class Clients:
         self._take_from(request)
         request.session, request.handle = session, None
         request.want_logits = request.want_logits and session.arena is not None
-        session.requests[request.request_id] = request
-        self.send(session, Accepted(self.engine.epoch, request.request_id, request.params.n))
+        self._let_have(session, request)
         for sample, index in zip(samples, have, strict=True):
             again = [batch for batch in sample.history if batch.index + len(batch.token_ids) > index]
             if again:
@@ -306,6 +309,7 @@ class Clients:
             error = NotFound("another connection has taken this request over", field="request_id")
             self.send(holder, Failed(self.engine.epoch, error.code, error.message, request_id=request.request_id))
         self._lingering.take(request)
+        self.engine.pace.unhold(request)  # who held it up has it no more
         request.session = None
 
     def _goodbye(self, session: Session, message: Goodbye) -> None:

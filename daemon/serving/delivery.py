@@ -141,6 +141,7 @@ class Delivery:
             self._slow[session] = None
             for request in session.requests.values():
                 self._engine.pace.hold(request, SLOW_READER)
+        parcel.keep()
         num_bytes = parcel.num_bytes
         session.outbox.append((parcel, num_bytes))
         session.held_bytes += num_bytes

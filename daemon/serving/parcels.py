@@ -45,6 +45,9 @@ class Parcel(Protocol):
     def num_bytes(self) -> int:
         """Memory that it holds until it is delivered, about; less when part of it was taken."""
 
+    def keep(self) -> None:
+        """It has to wait: what it shows of larger arrays becomes its own."""
+
     def give(self, session: Session, send: Send) -> Sent:
         """Deliver, or what is left of it. Raises ProtocolError if the session's arena was damaged by its client."""
 
@@ -58,6 +61,9 @@ class Letter:
     @property
     def num_bytes(self) -> int:
         return len(self._data)
+
+    def keep(self) -> None:
+        pass  # it is
 
     def give(self, session: Session, send: Send) -> Sent:
         return send(session.routing_id, self._data)
@@ -78,6 +84,9 @@ class BulkParcel:
     @property
     def num_bytes(self) -> int:
         return self._values.nbytes
+
+    def keep(self) -> None:
+        self._values = self._values.copy()
 
     def give(self, session: Session, send: Send) -> Sent:
         if self._letter is None:

@@ -27,6 +27,9 @@ class RingRecords:
     def num_bytes(self) -> int:
         return len(self._records) - self._written + sum(row.nbytes for _, row in self._logits)
 
+    def keep(self) -> None:
+        self._logits = deque((at, row.copy()) for at, row in self._logits)
+
     def give(self, session: Session, send: Send) -> Sent:
         arena = session.arena
         if arena is None:
