@@ -5,7 +5,7 @@
 A real kvpoold in a process of its own with a device that computes nothing: in `steps of 10 ms` a step takes so long, as
 one of a model does; in `no steps` it takes no time at all, and everything that is measured is the daemon's and the
 client's own work. CPU time is the daemon's, of all its threads, as the kernel counts it. What is compared is run in
-turn, three times; medians are shown.
+turn, three times (beside top five times); medians are shown.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvpool.client import Client  # noqa: E402
 from tests.support.daemon_process import DaemonProcess  # noqa: E402
 
 TOKENS = 200
+LOOKS = 5  # at the daemon beside top, of each kind
 FIELDS = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "window": None, "want_text": False}
 SETTINGS = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 512, "prefix_cache": "off"}
 
@@ -77,8 +78,11 @@ def show_streaming(backend: str, name: str, counts: list[int]) -> None:
 
 
 def show_top(seconds: float, count: int) -> None:
-    """The same load with and without `kvpool top` in a terminal."""
-    with DaemonProcess("steady", **SETTINGS) as daemon, daemon.client() as pool:
+    """The same load without `kvpool top`, beside one in a terminal that watches another daemon (another process at work
+    takes caches and processors from this one, whatever it does), and beside one that watches this."""
+    spent: dict[str, list[float]] = {"no top": [], "another's": [], "its own": []}
+    other, watched = DaemonProcess("steady", **SETTINGS), DaemonProcess("steady", **SETTINGS)
+    with other as idle, watched as daemon, daemon.client() as pool:
         over = threading.Event()
 
         def load() -> None:
@@ -88,16 +92,17 @@ def show_top(seconds: float, count: int) -> None:
         loading = threading.Thread(target=load)
         loading.start()
         time.sleep(1.0)
-        spent: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(3):
-            for watched in spent:
-                spent[watched].append(watch(daemon, seconds) if watched else measure(daemon, seconds))
+        for _ in range(LOOKS):
+            spent["no top"].append(measure(daemon, seconds))
+            spent["another's"].append(measure_beside_top(daemon, idle, seconds))
+            spent["its own"].append(measure_beside_top(daemon, daemon, seconds))
         over.set()
         loading.join()
-    without, beside = (statistics.median(spent[watched]) for watched in (False, True))
+    without, beside, own = map(statistics.median, spent.values())
     print(f"\n{count} sequences on steps of 10 ms: CPU of the daemon for each token generated")
-    print(f"without kvpool top {without:.1f} us, beside it {beside:.1f} us: {beside / without - 1:+.1%}")
-    print("each of three: " + ", ".join(f"{a:.1f}/{b:.1f}" for a, b in zip(*spent.values(), strict=True)))
+    print(f"without kvpool top {without:.1f} us, beside one of another daemon {beside:.1f}, beside its own {own:.1f}")
+    each = zip(*spent.values(), strict=True)
+    print("each look: " + ", ".join("/".join(f"{cost:.1f}" for cost in costs) for costs in each))
 
 
 def measure(daemon: DaemonProcess, seconds: float) -> float:
@@ -108,10 +113,10 @@ def measure(daemon: DaemonProcess, seconds: float) -> float:
         return 1e6 * (cpu_s(daemon) - before) / (pool.stats()["tokens_generated_total"] - tokens)
 
 
-def watch(daemon: DaemonProcess, seconds: float) -> float:
+def measure_beside_top(daemon: DaemonProcess, watched: DaemonProcess, seconds: float) -> float:
     main, theirs = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "kvpool.client.cli", "--address", daemon.address, "top"]
+    command = [sys.executable, "-m", "kvpool.client.cli", "--address", watched.address, "top"]
     top = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
     os.close(theirs)
     threading.Thread(target=drain, args=[main]).start()

@@ -1,6 +1,6 @@
 """The pool map for administrators who watch it: written into shared memory, only while somebody has it mapped.
 
-It is written at most four times a second, and seldom enough that writing takes at most a fiftieth of the daemon's time.
+It is written at most four times a second, and seldom enough that this takes a quarter of a percent of one processor.
 Other users ask with `map`, which hides from them whose the blocks of others are.
 """
 
@@ -15,8 +15,8 @@ from ...client.lifeline import FrameKind
 from ..system.timers import Timers
 from .sessions import Session
 
-INTERVAL_S = 0.25
-COST_SHARE = 50
+INTERVAL_S = 0.25  # between two pictures of the pool, at least
+COST_SHARE = 400  # how many times as long as making one takes
 DETAILS_BASE_BYTES, DETAILS_BYTES_PER_BLOCK = 2**20, 8
 """Some two thousand rows, and the tables of blocks, each of which may stand in several."""
 
