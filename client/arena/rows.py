@@ -75,7 +75,7 @@ FOR_EVER = -1
 class RowReader:
     """The client's end. Arrays may go in any thread at any time, also when the arena was closed: its memory goes with
     the last of them. That one went is only noted then, by no Python code that a signal could interrupt, and its place
-    given back at the next row."""
+    given back when the next one comes or is read."""
 
     def __init__(self, arena: Arena) -> None:
         self._words = arena.words

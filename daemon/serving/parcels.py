@@ -86,7 +86,8 @@ class BulkParcel:
         return self._values.nbytes
 
     def keep(self) -> None:
-        self._values = self._values.copy()
+        if self._letter is None:  # else they lie where the letter says
+            self._values = self._values.copy()
 
     def give(self, session: Session, send: Send) -> Sent:
         if self._letter is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from ...client.arena.arena import READER_AWAKE, RECORD_BYTES, RING_AT, RING_HEAD, RING_TAIL, Arena, check_cursor
 from ...cpu_kernels import rings as kernels
@@ -39,6 +40,11 @@ class Kernels:
         self.pack_records = PACK_RECORDS(addresses["pack_records"])
         self.write_rings = WRITE_RINGS(addresses["write_rings"])
         self.ring_bells = RING_BELLS(addresses["ring_bells"])
+
+
+@cache
+def _kernels() -> Kernels:
+    return Kernels()
 
 
 class Batch:
@@ -108,15 +114,12 @@ class Rings:
 
     def __init__(self) -> None:
         self.num_opened = 0  # ever: whoever remembers rows has to look again when it has changed
-        self._kernels: Kernels | None = None
         self._table, self._sleepers = Words([]), Words([0])
         self._free: list[int] = []
 
     def load(self) -> Kernels:
-        """What goes through the table: at its first use, if not before."""
-        if self._kernels is None:
-            self._kernels = Kernels()
-        return self._kernels
+        """What goes through the table: once in a process, at its first use if not before."""
+        return _kernels()
 
     def open(self, arena: Arena, bell: int) -> Ring:
         """`bell`: the descriptor that wakes the reader."""
