@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool.client.wire.protocol import (
     Accepted,
+    Append,
     Attach,
     Call,
+    Cancel,
     ClientMessage,
+    CloseSequence,
     DaemonMessage,
     Failed,
     Finished,
+    Fork,
     Hello,
     Notice,
+    OpenSequence,
     Reply,
     Rows,
     ServerLimits,
+    Share,
     Submit,
     Tokens,
+    Truncate,
     Welcome,
     decode_daemon_message,
     encode,
     pack_token_ids,
 )
+from kvpool.daemon.persistence.journal import Found, Journal
 from kvpool.daemon.serving import calls, delivery
 from kvpool.daemon.serving.calls import Calls
 from kvpool.daemon.serving.clients import Clients
@@ -38,6 +49,7 @@ from kvpool.daemon.serving.users import is_admin
 from kvpool.daemon.settings.config import Config
 from kvpool.daemon.system.timers import Timers
 from tests.support.engine_harness import Harness
+from tests.support.journals import open_journal, recovered
 
 PROMPT = "The sea is"
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
@@ -47,13 +59,14 @@ ALICE, BOB, ROOT = Peer(1001, 1001, 5001), Peer(1002, 1002, 5002), Peer(0, 0, 50
 class Desk:
     """Clients over an engine, with a wire whose peers can be told to stop reading or to vanish."""
 
-    def __init__(self, **config: Any) -> None:
-        self.harness = Harness()
+    def __init__(self, journal: Journal | None = None, **config: Any) -> None:
+        self.harness = Harness(journal=journal)
         self.timers = Timers()
         self.received: dict[bytes, list[DaemonMessage]] = defaultdict(list)
         self.full: set[bytes] = set()
         self.gone: set[bytes] = set()
         self.reloads = 0
+        self.when_sent: Callable[[], None] = lambda: None
         self.clients = Clients(
             Config(**config),
             self.harness.engine,
@@ -74,6 +87,7 @@ class Desk:
         if routing_id in self.full:
             return Sent.FULL
         self.received[routing_id].append(decode_daemon_message(data))
+        self.when_sent()
         return Sent.YES
 
     def say(self, name: bytes, message: ClientMessage, peer: Peer = ALICE) -> list[DaemonMessage]:
@@ -324,3 +338,44 @@ def test_the_shared_map_is_for_administrators() -> None:
     (refused,) = desk.say(b"a", Call(1, "watch_map"))
     assert isinstance(refused, Failed)
     assert refused.code == "not_owner"
+
+
+def test_what_a_client_is_told_is_in_the_journal(tmp_path: Path) -> None:
+    """Once a message has left, the daemon may be killed, and its client counts on what it was told. No answer waits
+    for the end of the turn: many messages are answered in one."""
+    journal = open_journal(tmp_path / "j")
+    journal.recover(0.0, 0.0)
+    desk = Desk(journal)
+    desk.hello(b"a")
+    found: list[Found] = []
+
+    def as_the_next_daemon() -> None:
+        shutil.copy(tmp_path / "j", tmp_path / "copy")
+        found.append(recovered(tmp_path / "copy")[1])
+
+    desk.when_sent = as_the_next_daemon
+    for message, held in [
+        (OpenSequence(1, "s", prompt=pack_token_ids([5] * 9), keep=True), {"s": 9}),
+        (Append(2, "s", prompt=pack_token_ids([6] * 4)), {"s": 13}),
+        (Truncate(3, "s", 11), {"s": 11}),
+        (Fork(4, "s", "fork", 7), {"s": 11, "fork": 7}),
+        (Share(5, "s", uid=1002), {"s": 11, "fork": 7}),
+        (CloseSequence(6, "s"), {"fork": 7}),
+        (Call(7, "cancel", {"request_id": "fork"}), {}),
+        (OpenSequence(8, "s", prompt=pack_token_ids([5] * 9)), {}),
+    ]:
+        (reply,) = desk.say(b"a", message)
+        assert isinstance(reply, Reply)
+        assert {one.name: len(one.token_ids) for one in found[-1].held.values()} == held
+        if isinstance(message, Share):
+            assert {one.name: one.shared_uids for one in found[-1].held.values()} == {"s": (1002,), "fork": ()}
+    for number, ends in enumerate(({"length"}, {"cancelled"})):
+        desk.say(b"a", Submit(f"r{number}", prompt=PROMPT, params=GREEDY))
+        assert [known.done for known in found[-1].requests.values()][number:] == [False]
+        if number:
+            desk.say(b"a", Cancel(f"r{number}"))
+        desk.run()
+        assert kinds(desk.take(b"a"))[-1] == "Finished"
+        *_, (sample,) = [known.samples for known in found[-1].requests.values()]
+        assert sample.finished is not None
+        assert {sample.finished.finish_reason} == ends

@@ -234,6 +234,11 @@ class Engine:
         else:
             self._between.append(action)
 
+    def write_down(self, now: float) -> None:
+        """What has happened is in the journal when this returns: before anybody is told of it."""
+        if self.journal is not None:
+            self.journal.commit(now)
+
     # One turn
 
     def turn(self, now: float, *, step_done: bool) -> None:
@@ -249,8 +254,7 @@ class Engine:
             if self.in_flight:
                 self.metrics.host_s.observe(time.perf_counter() - begin)
         self._flush()
-        if self.journal is not None:
-            self.journal.commit(now)  # before anybody is told
+        self.write_down(now)
         self.trace.stage("flush")
         if not self.in_flight and not self.scheduler.expects_progress:
             self._work_since = None

@@ -188,7 +188,8 @@ class Journal:
             self._finished[key] = now
             self._note(key, pack(Finish(key, now)))
         self._ended.clear()
-        for key, since in list(self._finished.items()):
+        while self._finished:
+            key, since = next(iter(self._finished.items()))
             if since + self.grace_s > now:
                 break
             self._forget(key)

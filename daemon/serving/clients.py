@@ -321,6 +321,7 @@ class Clients:
     # Going out
 
     def send(self, session: Session, message: DaemonMessage) -> None:
+        self.engine.write_down(self.now)
         self.delivery.send(session, message)
 
     def deliver(self) -> None:

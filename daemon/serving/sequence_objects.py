@@ -17,7 +17,6 @@ that completed a stop string, and an end token. An answer that was cut short lea
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -282,10 +281,9 @@ class SequenceObjects:
         return self.adopt(made)
 
     def _note(self, found: SequenceObject, more: Iterable[int] = ()) -> None:
-        """Write a kept sequence's tokens down, and `more` that come now, before anybody is told. Raises Busy."""
+        """Let the journal know of a kept sequence's tokens, and `more` that come now. Raises Busy."""
         if self._engine.journal is not None and found.keep:
             found.journal_key = self._engine.journal.hold(_held(found, more))
-            self._engine.journal.commit(time.monotonic())
 
     def note_answer(self, found: SequenceObject) -> None:
         """Let the journal know of a kept sequence's new tokens: they are there already, so it may not refuse."""
