@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from .address import Whereabouts
 from .arena.bell import hush
+from .arena.descriptors import OutOfDescriptors
 from .connection import RETRY_S
 from .core import Core, State
 from .stream_state import StreamState
@@ -145,6 +146,9 @@ class AsyncConnection:
     def _lose(self, error: KVPoolError) -> None:
         self._hang_up()
         self.core.lost(error, time.monotonic())
+        if isinstance(error, OutOfDescriptors):
+            with contextlib.suppress(KVPoolError):
+                self._open()
         if self.core.has_detached and self._reattaching is None and self._loop is not None:
             self._reattaching = self._loop.create_task(self._reattach())
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from .address import Whereabouts
 from .arena.bell import hush
+from .arena.descriptors import OutOfDescriptors
 from .core import Core, State
 from .forking import after_fork_in_child
 from .stream_state import StreamState
@@ -233,6 +234,9 @@ class Connection:
             self._forget_filenos(transport)
             transport.close()
         self.core.lost(error, time.monotonic())
+        if isinstance(error, OutOfDescriptors):
+            with contextlib.suppress(KVPoolError):
+                self._open(RETRY_S)
 
     def _watch_bell(self, fd: int) -> None:
         """The arena's, once there is one; -1: none."""

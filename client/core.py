@@ -129,7 +129,8 @@ class Core:
             if stream.detached_until is not None:
                 stream.detached_until = max(stream.detached_until, self._lost_at + self._patience_s)
         self._frames = FrameReader()
-        capabilities = (ARENA,) if self._wants_arena and supported() else ()
+        asks = self._wants_arena and supported() and not self.shared.out_of_descriptors
+        capabilities = (ARENA,) if asks else ()
         self.outbox.append(encode(Hello(SUPPORTED_VERSIONS, self._client_name, os.getpid(), capabilities)))
         self._enter(State.GREETING)
 
@@ -144,7 +145,7 @@ class Core:
         for call in calls.values():
             call.settle(error=error)
         if self.state is State.READY:
-            self._lost_at = now_s
+            self._lost_at, self.shared.out_of_descriptors = now_s, False
         if self.state is State.CONNECTING:  # nobody was there: who waited goes on waiting as long as before
             self._enter(State.DISCONNECTED)
             return
@@ -193,7 +194,7 @@ class Core:
         """Start a request. Raises InvalidArgument for a request_id in use, and what encode_checked raises."""
         if message.request_id in self._streams:
             raise InvalidArgument(f"{message.request_id!r} is in use by a running request", field="request_id")
-        self.shared.check_wanted(message, self.welcome)
+        self.shared.check_wanted(message)
         stream = StreamState(message.request_id, num_samples, message.credit, linger_s)
         stream.unaccepted = message
         if isinstance(message, Submit):

@@ -33,8 +33,12 @@ HEARTBEAT_MS, HEARTBEAT_LIMIT_MS = 10_000, 30_000  # to a daemon of another mach
 
 
 def open_transport(address: Address | RemoteAddress, timeout_s: float) -> Transport:
-    """Raises ConnectionLost where no daemon listens (for another machine, `pump` does, a little later)."""
-    return RemoteTransport(address) if isinstance(address, RemoteAddress) else LocalTransport(address, timeout_s)
+    """Raises ConnectionLost where no daemon listens (for another machine, `pump` does, a little later), or where no
+    descriptor is left for sockets."""
+    try:
+        return RemoteTransport(address) if isinstance(address, RemoteAddress) else LocalTransport(address, timeout_s)
+    except zmq.ZMQError as error:
+        raise ConnectionLost(f"this process can open no sockets: {error.strerror}") from None
 
 
 class Transport(ABC):
@@ -114,7 +118,11 @@ class LocalTransport(Transport):
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._lifeline = connect_lifeline(address.lifeline_path, timeout_s)
-        super().__init__()
+        try:
+            super().__init__()
+        except zmq.ZMQError:
+            self._lifeline.close()
+            raise
         self._close = weakref.finalize(
             self, _close_all, os.getpid(), [self._dealer], self._context, self._lifeline.close
         )
@@ -157,7 +165,12 @@ class RemoteTransport(Transport):
     def __init__(self, address: RemoteAddress) -> None:
         super().__init__()
         self._address = address
-        dealer, events = self._dealer, self._context.socket(zmq.PAIR)
+        dealer = self._dealer
+        try:
+            events = self._context.socket(zmq.PAIR)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
         self._events = events
         self._close = weakref.finalize(self, _close_all, os.getpid(), [dealer, events], self._context, lambda: None)
         for option, value in {

@@ -471,6 +471,11 @@ def check_without_arena(rig: Rig, client: RigClient) -> None:
     assert stream.result().token_ids == expected(PROMPT, 5)
     with pytest.raises(Unsupported, match="ulimit -n"):
         client.submit(PROMPT, max_tokens=5, want_logits=True)
+    embedding = client.submit(PROMPT, max_tokens=0, pooling="mean")
+    told = client.submit(LONG, max_tokens=2, prompt_logprobs=2)  # a KiB and more: rows that arenas are for
+    rig.run()
+    assert embedding.result().embedding is not None
+    assert told.result().prompt_logprobs == [None, *map(logprob_of, LONG[1:])]
 
 
 def test_a_client_that_has_none_left_to_map_it_does_without(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import random
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.client import AsyncClient, Client, InvalidArgument, KVPoolError
-from kvpool.client.arena.arena import RING_HEAD, RING_TAIL
+from kvpool.client import AsyncClient, Client, InvalidArgument, KVPoolError, Unsupported
+from kvpool.client.arena.arena import RING_HEAD, RING_TAIL, Arena
 from kvpool.client.arena.bell import CAPACITY_BYTES
 from kvpool.client.cli.live_map import LiveMap
 from kvpool.client.wire.protocol import Accepted, Closing, Failed, Finished, Submit, Tokens
@@ -364,3 +365,28 @@ def test_a_restarted_daemon_goes_on_with_requests_of_the_ring() -> None:
         assert stream.result().token_ids == answer_to([5, 6], 400, VOCAB_SIZE)
         assert pool.generate([5, 6], max_tokens=40, **GREEDY).token_ids == answer_to([5, 6], 40, VOCAB_SIZE)
         assert holdings(daemon)[1] == 1
+
+
+def test_clients_without_descriptors_for_an_arena_get_everything_in_messages(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptor(fd: int) -> Arena:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    prompt = list(range(3, 300))
+    with daemon.client() as pool:
+        expected = pool.generate(prompt, max_tokens=2, prompt_logprobs=2, **GREEDY)
+    monkeypatch.setattr(Arena, "open", no_descriptor)
+    before = mapped_arenas()
+    with daemon.client() as pool:
+        result = pool.generate(prompt, max_tokens=2, prompt_logprobs=2, **GREEDY)
+        with pytest.raises(Unsupported, match="ulimit -n"):
+            pool.submit(prompt, want_logits=True)
+
+    async def ask() -> Any:
+        async with AsyncClient(daemon.address) as asking:
+            return await asking.generate(prompt, max_tokens=2, prompt_logprobs=2, **GREEDY)
+
+    for got in (result, asyncio.run(ask())):
+        assert (got.token_ids, got.prompt_logprobs) == (expected.token_ids, expected.prompt_logprobs)
+    assert mapped_arenas() == before

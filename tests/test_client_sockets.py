@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import errno
 import gc
 import os
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from kvpool.client import (
     Client,
@@ -240,6 +242,19 @@ def test_no_daemon_is_said_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("kvpool.client.address.SYSTEM_SOCKET", path.parent / "nor here")
     with pytest.raises(ConnectionLost, match=r"no daemon found at .*nowhere.* and .*nor here"):
         Client().stats()
+
+
+def test_no_descriptor_for_sockets_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr("kvpool.client.transport.zmq.Context.socket", none_left)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{path}.life")
+        listener.listen()
+        with pytest.raises(ConnectionLost, match="can open no sockets: Too many open files"):
+            Client(str(path)).connect()
+        assert not listener.accept()[0].recv(1)  # its lifeline is closed
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,27 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from ..session_arena import SessionArena
 from ..wire.errors import ConnectionLost, ProtocolError, Unsupported
-from ..wire.messages import MAX_ROWS_BYTES, Generate, Submit, Welcome
+from ..wire.messages import MAX_ROWS_BYTES, Generate, Submit
 from ..wire.schema import Blob, Mismatch
-from .arena import ARENA
 from .map_segment import MapReader
+
+SHORT = "no descriptor was left for shared memory: raise the limit (ulimit -n) and connect again"
+
+
+class OutOfDescriptors(ConnectionLost):
+    """An arena came, and this process cannot have it. The daemon does not know, so this session ends; the next one says
+    hello without asking for an arena."""
 
 
 class SharedMemory:
     """Empty until the daemon passes something. `close` gives everything back; it may be filled again afterwards."""
 
     def __init__(self) -> None:
+        self.out_of_descriptors = False  # when the arena came
         self.arena: SessionArena | None = None
         self.pool_map: MapReader | None = None
         self._fds: deque[int] = deque()  # came already, their frames not yet
@@ -29,28 +36,28 @@ class SharedMemory:
         self._fds.extend(fds)
 
     def enter_arena(self) -> None:
-        """The frame of the arena came. Raises ProtocolError for a descriptor that is none."""
-        if len(self._fds) < 2:  # this process has no descriptors left, and does without
-            self._drop_fds()
-            return
+        """The frame of the arena came. Raises ProtocolError for a descriptor that is none, and OutOfDescriptors."""
+        if len(self._fds) < 2:  # the kernel had none for what came
+            self._go_without()
         with self._next_fd() as fd:
             bell_fd = self._fds.popleft()
             try:
                 self.arena = SessionArena(fd, bell_fd)
             except OSError:  # mapping takes a descriptor, too
                 os.close(bell_fd)
+                self._go_without()
             except BaseException:
                 os.close(bell_fd)
                 raise
 
-    def check_wanted(self, message: Submit | Generate, welcome: Welcome | None) -> None:
+    def _go_without(self) -> NoReturn:
+        self.out_of_descriptors = True
+        raise OutOfDescriptors(SHORT)
+
+    def check_wanted(self, message: Submit | Generate) -> None:
         """Raises Unsupported for logits where the daemon shares memory, and this process could not map it."""
-        shares = welcome is not None and ARENA in welcome.capabilities
-        if shares and self.arena is None and isinstance(message, Submit) and message.want_logits:
-            raise Unsupported(
-                "no descriptor was left for shared memory: raise the limit (ulimit -n) and connect again",
-                field="want_logits",
-            )
+        if self.out_of_descriptors and isinstance(message, Submit) and message.want_logits:
+            raise Unsupported(SHORT, field="want_logits")
 
     def map_pool(self) -> None:
         """The frame of the pool map came. Raises ProtocolError for a descriptor that is none."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.client.arena.arena import PAGE_BYTES, Layout
+from kvpool.client.arena.descriptors import OutOfDescriptors
 from kvpool.client.core import Core
 from kvpool.client.lifeline import connect_lifeline
 from kvpool.client.requests import Options, make_submit, new_id
@@ -40,23 +41,32 @@ class RigClient:
 
     def __init__(self, rig: Rig, *, arena: bool) -> None:
         self.rig = rig
-        self.name = new_id().encode()
         self.core = Core("rig", arena=arena)
         self.inbox: deque[bytes] = deque()
-        rig.peers[self.name] = self
         self.full = False  # ZeroMQ takes nothing more for it
         self.error: KVPoolError | None = None
-        self.lifeline = connect_lifeline(rig.path, 1.0)
-        rig.sessions.accept(rig.listener, due=1e9)
-        self.core.connected()
+        self._connect()
         for _ in range(3):
             self.read()
+
+    def _connect(self) -> None:
+        self.name = new_id().encode()
+        self.rig.peers[self.name] = self
+        self.lifeline = connect_lifeline(self.rig.path, 1.0)
+        self.rig.sessions.accept(self.rig.listener, due=1e9)
+        self.core.connected()
 
     def read(self) -> None:
         """Say what the core has to say, and take in everything that came."""
         try:
             self._exchange()
             self._exchange()
+        except OutOfDescriptors as error:
+            self.core.lost(error, 0.0)
+            self.lifeline.close()
+            del self.rig.peers[self.name]
+            self.rig.read_lifelines()
+            self._connect()
         except KVPoolError as error:
             self.error = error
             self.core.lost(error, 0.0)
