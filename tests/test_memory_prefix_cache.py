@@ -243,6 +243,24 @@ def test_what_came_from_a_snapshot_is_found_once_it_is_pinned_or_published(publi
     scheduler.check_invariants()
 
 
+def test_what_is_swapped_out_has_nothing_to_pin_or_publish() -> None:
+    """It came from a snapshot, so that no lookup has known it either."""
+    scheduler, device = make(10, 4, caching=True, host_blocks=10)
+    made = sequence(prompt(20), 0, keep=True)
+    assert scheduler.add_restored(made, 20) is not None
+    for position, token in enumerate(made.token_ids):
+        device.memory[device.slot(made, position)] = (token, position)
+    submit(scheduler, prompt(38, 99), 1)
+    device.drain()
+    assert made.host_slots
+    assert made.num_computed_tokens == 20
+    assert scheduler.publish(made, 20) == 0
+    pin_id = scheduler.pin(made, 20)
+    assert scheduler.pins.num_blocks == 0
+    assert scheduler.unpin(pin_id)
+    scheduler.check_invariants()
+
+
 def test_a_pin_holds_the_copy_that_lookups_find() -> None:
     """Two sequences computed the same at the same time; the cache knows one of them."""
     scheduler, device = make(40, 4, caching=True)

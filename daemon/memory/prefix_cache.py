@@ -194,21 +194,27 @@ class PrefixCache:
                 self._add(block, _Entry(key, parent, tokens))
                 self.pool.set_kind(block, CACHED)
 
-    def findable(self, sequence: Sequence, count: int) -> list[int]:
-        """Where lookups find the sequence's first `count` blocks, which are full and computed: mostly in its own table.
+    def num_held(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many full, computed blocks of its first `num_tokens` tokens the sequence has in the pool: none while
+        it is swapped out."""
+        return min(num_tokens, sequence.num_computed_tokens if sequence.block_table else 0) // self.pool.block_size
+
+    def findable(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Where lookups find the `num_held` blocks of the sequence's first tokens: mostly in its own table.
 
         Those that came from a snapshot were in no cache before.
         """
+        count = self.num_held(sequence, num_tokens)
         self.insert(sequence, 0, count)
         found = (self._find(sequence, index, tokens) for index, tokens in enumerate(self._pack(sequence, 0, count)))
         return [own if block is None else block for own, block in zip(sequence.block_table, found, strict=False)]
 
     def publish(self, sequence: Sequence, num_tokens: int) -> int:
-        """Let every tenant find the computed full blocks of the first `num_tokens` tokens; how many blocks that is.
+        """Let every tenant find the `num_held` blocks of the first `num_tokens` tokens; how many blocks that is.
 
         The caller has checked that the sequence's owner may do so.
         """
-        end = min(num_tokens, sequence.num_computed_tokens) // self.pool.block_size
+        end = self.num_held(sequence, num_tokens)
         self._published = True
         self.insert(sequence, 0, end)
         count = 0

@@ -251,8 +251,7 @@ class Scheduler:
 
         Raises QuotaExceeded if the owner would pin too much, or all owners together.
         """
-        count = min(num_tokens, sequence.num_computed_tokens) // self.pool.block_size
-        blocks = [] if self.cache is None else self.cache.findable(sequence, count)
+        blocks = [] if self.cache is None else self.cache.findable(sequence, num_tokens)
         limit = self.limits.of(sequence.uid).max_pinned_blocks
         limit = self.pool.num_blocks // 8 if limit is None else limit
         if self.pins.blocks_of(sequence.uid) + len(blocks) > limit:

@@ -44,9 +44,8 @@ class _Unpin:
 
 def answer_pin(clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
     asked = _read(_Pin, arguments)
-    sequence = _sequence(clients, session, asked.sequence_id)
     scheduler = clients.engine.scheduler
-    num_tokens = _prefix(clients, sequence, asked.num_tokens)
+    sequence, num_tokens = _prefix(clients, session, asked)
     expires_at = None if asked.ttl_s is None else clients.now + asked.ttl_s
     pin_id = scheduler.pin(sequence, num_tokens, expires_at=expires_at)
     return {"pin_id": pin_id, "num_blocks": num_tokens // scheduler.pool.block_size}
@@ -67,9 +66,8 @@ def answer_pins(clients: Clients, session: Session, arguments: Mapping[str, Any]
 
 
 def answer_publish(clients: Clients, session: Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    asked = _read(_Publish, arguments)
-    sequence = _sequence(clients, session, asked.sequence_id)
-    return {"num_blocks": clients.engine.scheduler.publish(sequence, _prefix(clients, sequence, asked.num_tokens))}
+    sequence, num_tokens = _prefix(clients, session, _read(_Publish, arguments))
+    return {"num_blocks": clients.engine.scheduler.publish(sequence, num_tokens)}
 
 
 METHODS: dict[str, Callable[[Clients, Session, Mapping[str, Any]], Any]] = {
@@ -80,23 +78,21 @@ METHODS: dict[str, Callable[[Clients, Session, Mapping[str, Any]], Any]] = {
 }
 
 
-def _sequence(clients: Clients, session: Session, name: str) -> Sequence:
-    """The session's own sequence, in a daemon that has prefixes to keep."""
-    if clients.engine.scheduler.cache is None:
+def _prefix(clients: Clients, session: Session, asked: _Pin | _Publish) -> tuple[Sequence, int]:
+    """The session's own sequence, and how many of its first tokens are meant: those in full, computed blocks. Raises
+    Unsupported in a daemon that keeps no prefixes, InvalidArgument for a sequence without such blocks."""
+    cache = clients.engine.scheduler.cache
+    if cache is None:
         raise Unsupported("this daemon keeps no prefixes: prefix_cache is off, or the model's window is sliding")
-    return clients.sequences.own(session, name).sequence
-
-
-def _prefix(clients: Clients, sequence: Sequence, num_tokens: int | None) -> int:
-    """How many of its first tokens lie in full, computed blocks; at most `num_tokens`. Raises InvalidArgument: none."""
-    size, computed = clients.engine.scheduler.pool.block_size, sequence.num_computed_tokens
-    blocks = min(computed if num_tokens is None else num_tokens, computed if sequence.block_table else 0) // size
+    sequence = clients.sequences.own(session, asked.sequence_id).sequence
+    size, most = cache.pool.block_size, sequence.num_tokens if asked.num_tokens is None else asked.num_tokens
+    blocks = cache.num_held(sequence, most)
     if not blocks:
         raise InvalidArgument(
             f"no block of {size} tokens is full and computed there; generate with max_tokens 0 first",
             field="num_tokens",
         )
-    return blocks * size
+    return sequence, blocks * size
 
 
 def _read(kind: type[T], arguments: Mapping[str, Any]) -> T:
