@@ -78,6 +78,15 @@ def test_the_second_copy_of_a_block_is_not_cached() -> None:
     cache.check_invariants()
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_prompt_that_is_wholly_cached_takes_the_blocks_of_all_tokens_but_one(size: int) -> None:
+    cache = PrefixCache(BlockPool(16, size), secret=b"s")
+    known = filled(cache, prompt(8))
+    hit = cache.lookup(sequence(prompt(8)))
+    assert hit.num_tokens == 7
+    assert hit.blocks == known.block_table[: -(-7 // size)]
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_the_smallest_pools_are_obeyed(num_blocks: int) -> None:
     """A cache of one block is one block: neither none nor without bound."""

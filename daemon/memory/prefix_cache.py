@@ -138,7 +138,7 @@ class PrefixCache:
             blocks.append(block)
         num_full, num_tokens = len(blocks), len(blocks) * size
         if num_tokens > limit:  # wholly cached: its last token is computed again, in a copy of its last block
-            return Hit(blocks, limit, num_full)
+            return Hit(blocks[: -(-limit // size)], limit, num_full)
         tail, common = self._partial_tail(sequence, num_full, limit)
         if tail is not None:
             blocks.append(tail)
