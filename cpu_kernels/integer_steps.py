@@ -12,7 +12,7 @@ column: whole words are masked, and one instruction multiplies and adds what lie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .activations import CodeForm, form_of
 from .emit import BYTE, Values, loop
 from .group_steps import ask_line, group_scales
 from .groups import GroupFormat, group_of
-from .isa import host_pair_bits
+from .isa import host_pair_bits, host_quad_bits
 from .memory import INT64
 from .vectors import FLOATS, LANES, multiply_add, splat_value
 
@@ -42,34 +42,51 @@ def constant(kind: ir.Type, value: int) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-# -- the two instructions ---------------------------------------------------------------------------------------------
+# -- the instructions: products of what lies in a word of a and b, added to a total if there is one --------------------
 
 
-def add_pairs(builder: Any, a: Any, b: Any, words: int) -> Any:
-    """Signed numbers of 16 bits: a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in every word (VPMADDWD)."""
+def add_pairs(builder: Any, a: Any, b: Any, words: int, total: Any = None) -> Any:
+    """Signed numbers of 16 bits: a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in every word (VPMADDWD, and VPDPWSSD where
+    there is one: LLVM joins the addition to it)."""
     name = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}.get(words)
     if host_pair_bits() and name:
-        return _call(builder, name, integers(words), a, b)
+        return _added(builder, _call(builder, name, integers(words), a, b), total)
     a, b = builder.bitcast(a, integers(words)), builder.bitcast(b, integers(words))
     sixteen = constant(integers(words), 16)
     low = builder.mul(*(builder.ashr(builder.shl(side, sixteen), sixteen) for side in (a, b)))
-    return builder.add(low, builder.mul(builder.ashr(a, sixteen), builder.ashr(b, sixteen)))
+    return _added(builder, builder.add(low, builder.mul(builder.ashr(a, sixteen), builder.ashr(b, sixteen))), total)
 
 
-def add_byte_pairs(builder: Any, a: Any, b: Any, words: int) -> Any:
+def add_byte_pairs(builder: Any, a: Any, b: Any, words: int, total: Any = None) -> Any:
     """a unsigned, b signed bytes: the same, in numbers of 16 bits that must hold the sum (VPMADDUBSW)."""
     kind = ir.VectorType(ir.IntType(8), 4 * words)
     name = {16: "llvm.x86.avx512.pmaddubs.w.512", 8: "llvm.x86.avx2.pmadd.ub.sw"}.get(words)
     if host_pair_bits() and name:
-        return _call(builder, name, halves(words), builder.bitcast(a, kind), builder.bitcast(b, kind))
+        product = _call(builder, name, halves(words), builder.bitcast(a, kind), builder.bitcast(b, kind))
+        return _added(builder, product, total)
     eight = constant(halves(words), 8)
     low = builder.mul(builder.and_(a, constant(halves(words), 255)), builder.ashr(builder.shl(b, eight), eight))
-    return builder.add(low, builder.mul(builder.lshr(a, eight), builder.ashr(b, eight)))
+    return _added(builder, builder.add(low, builder.mul(builder.lshr(a, eight), builder.ashr(b, eight))), total)
 
 
-def _call(builder: Any, name: str, result: ir.Type, a: Any, b: Any) -> Any:
-    kind = ir.FunctionType(result, [a.type, b.type])
-    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [a, b])
+def add_byte_quads(builder: Any, a: Any, b: Any, words: int, total: Any = None) -> Any:
+    """a unsigned, b signed bytes: all four of a word (VPDPBUSD). Only for vectors of `host_quad_bits`."""
+    a, b = builder.bitcast(a, integers(words)), builder.bitcast(b, integers(words))
+    total = constant(integers(words), 0) if total is None else total
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * words}", integers(words), total, a, b)
+
+
+def has_byte_quads(words: int) -> bool:
+    return host_quad_bits() == 32 * words
+
+
+def _added(builder: Any, product: Any, total: Any) -> Any:
+    return product if total is None else builder.add(total, product)
+
+
+def _call(builder: Any, name: str, result: ir.Type, *operands: Any) -> Any:
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), operands)
 
 
 # -- a step of a tile -------------------------------------------------------------------------------------------------
@@ -114,7 +131,7 @@ class _IntegerStep:
 
     def code_sums(self) -> Values:
         """sum(code * number) of each row and panel, as float32 vectors."""
-        builder, is_bytes = self.builder, self.form.bits == 8
+        builder = self.builder
         unroll = 1 if self.places > 1 else 2
         starts: Values = []  # the first products are the first sums: an addition less than from zero
         if self.group.zero and not self.group.has_least:
@@ -128,10 +145,16 @@ class _IntegerStep:
 
         sums = self.some_words(INT64(0), starts, unroll)
         sums = loop(builder, INT64(self.group.words // unroll - 1), sums, body)
-        if is_bytes:  # a half has summed 16 products of at most 15 * 127: just what it can hold
+        if self.multiply is add_byte_pairs:  # a half has summed 16 products of at most 15 * 127: just what it can hold
             sums = [add_pairs(builder, total, constant(halves(self.words), 1), self.words) for total in sums]
         whole = [self.joined(sums[i : i + self.parts]) for i in range(0, len(sums), self.parts)]
         return [builder.sitofp(total, FLOATS) for total in whole]
+
+    @property
+    def multiply(self) -> Callable[..., Any]:
+        if self.form.bits == 16:
+            return add_pairs
+        return add_byte_quads if has_byte_quads(self.words) else add_byte_pairs
 
     @property
     def places(self) -> int:
@@ -151,18 +174,17 @@ class _IntegerStep:
         places = [self.at(column, 4 * self.words * part) for column in columns for part in range(self.parts)]
         raw = [builder.load(place, align=4, typ=halves(self.words)) for place in places]
         numbers = [builder.gep(x, [builder.mul(index, INT64(4))], source_etype=BYTE) for x in self.xs]
-        multiply = add_byte_pairs if self.form.bits == 8 else add_pairs
+        multiply = self.multiply
         placed = zip(*(code_places(builder, self.group, self.form, value, self.words) for value in raw), strict=True)
         for place, codes in enumerate(placed):
             for r, pointer in enumerate(numbers):
                 word = builder.load(self.at(pointer, 4 * self.group.words * place), align=4, typ=WORD)
                 lanes = builder.bitcast(splat_value(builder, word, self.words), halves(self.words))
                 for i, code in enumerate(codes, start=r * len(codes)):
-                    product = multiply(builder, code, lanes, self.words)
                     if i < len(out):
-                        out[i] = builder.add(out[i], product)
+                        out[i] = multiply(builder, code, lanes, self.words, out[i])
                     else:
-                        out.append(product)
+                        out.append(multiply(builder, code, lanes, self.words))
         return out
 
     def joined(self, parts: Sequence[Any]) -> Any:

@@ -155,6 +155,14 @@ def host_pair_bits() -> int:
     return 256 if "avx2" in features else 0
 
 
+def host_quad_bits() -> int:
+    """Bits of the vectors whose quadruples of bytes an instruction multiplies and adds to a sum; 0: there is none."""
+    features = host_features()
+    if "avx512vnni" in features:
+        return 512
+    return 256 if "avxvnni" in features else 0
+
+
 def host_has_dot() -> bool:
     """Whether bfloat16 dot products are an instruction."""
     return {"avx512f", "avx512bf16"} <= host_features()
