@@ -78,7 +78,7 @@ _WIDE, _MIDDLE, _PAIR, _ONE = (8, 4, 2, 1), (4, 2, 1), (2, 1), (1,)
 _GROUPED_WIDE: dict[int, Tiles] = dict.fromkeys(GROUPED, (_MIDDLE, _MIDDLE, _PAIR, _PAIR, _PAIR, _PAIR))
 _GROUPED_NARROW: dict[int, Tiles] = dict.fromkeys(GROUPED, (_PAIR, _ONE, _ONE, _ONE))
 # Integer sums take the registers while a group is read, and those of the groups before wait in memory.
-_INTEGER_WIDE: dict[int, Tiles] = dict.fromkeys(INTEGER, (_MIDDLE, _MIDDLE, *(_PAIR,) * 4))
+_INTEGER_WIDE: dict[int, Tiles] = dict.fromkeys(INTEGER, (_MIDDLE, _MIDDLE, *(_PAIR,) * 6))
 _INTEGER_NARROW: dict[int, Tiles] = dict.fromkeys(INTEGER, (_PAIR, _PAIR, *(_ONE,) * 4))
 _UNPACKED = (FLOAT32, FLOAT16, CODES)  # one k in a lane, as float32 after at most a conversion
 _TO_FLOATS = dict.fromkeys(GROUPED, FLOAT32)

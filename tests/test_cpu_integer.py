@@ -25,7 +25,7 @@ from kvpool.cpu_kernels.isa import (
     PLAIN,
     Isa,
 )
-from kvpool.cpu_kernels.machine_code import host_machine, load_functions, machine, optimise
+from kvpool.cpu_kernels.machine_code import FUSED_PAIRS, host_machine, load_functions, machine, optimise
 from kvpool.cpu_kernels.packing import panel_bytes, step_bytes
 from kvpool.cpu_kernels.tile import ARGUMENTS, tile_name, tile_names, tiles_module
 from kvpool.cpu_kernels.unpacking import unpack_name
@@ -243,17 +243,26 @@ def test_a_model_in_codes(kinds: dict[str, str], activations: str, most: float) 
         each.close()
 
 
-def test_larger_instructions_come_out_on_processors_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled for a processor that this one need not be: VPDPWSSD for 16 bits, no spilled vector in a tall tile."""
+@pytest.mark.parametrize("cpu", ["znver5", "sapphirerapids"])
+@pytest.mark.parametrize(  # products: of a half word of weights, or of two whole ones
+    ("read_as", "instruction", "products"), [(INT4_X16, "vpdpwssd", 4), (INT4_X8, "vpdpbusd", 2)], ids=["16", "8"]
+)
+def test_larger_instructions_come_out_on_processors_that_have_them(
+    read_as: int, instruction: str, products: int, cpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for a processor that this one need not be: VPDPWSSD for 16 bits, VPDPBUSD for 8, and while a group is
+    read no spilled vector in a tall tile."""
     monkeypatch.setattr(integer_steps, "host_pair_bits", lambda: 512)
+    monkeypatch.setattr(integer_steps, "host_quad_bits", lambda: 512)
     monkeypatch.setattr(vectors, "host_fuses", lambda: True)
     host_machine()  # makes LLVM know its targets
-    target, rows = machine("znver5"), len(AVX512.tiles[INT4_X16])
-    text = target.emit_assembly(optimise(tiles_module(Isa("tall", {INT4_X16: ((2,),) * rows}), [INT4_X16]), target))
-    tile = text[text.index(f"{tile_name(INT4_X16, rows, 2)}:") :]
-    body = max(re.split(r"\n\.L\w+:", tile[: tile.index(".size")]), key=lambda part: part.count("vpdpwssd"))
-    assert body.count("vpdpwssd") == rows * 2 * 4  # rows, panels, codes in a half word
-    assert not re.search(r"vmov\w+\s.*%rsp", body)
+    target, rows = machine(cpu, FUSED_PAIRS), len(AVX512.tiles[read_as])
+    text = target.emit_assembly(optimise(tiles_module(Isa("tall", {read_as: ((2,),) * rows}), [read_as]), target))
+    tile = text[text.index(f"{tile_name(read_as, rows, 2)}:") :]
+    loops = re.findall(r"\n(\.L\w+):((?:(?!\n\.L).)*)\n\tj\w+\t\1\n", tile[: tile.index(".size")], re.DOTALL)
+    words = max((body for _, body in loops), key=lambda body: body.count(instruction))
+    assert words.count(instruction) == rows * 2 * products
+    assert not re.search(r"vmov\w+\s.*%rsp", words)
 
 
 def test_activations_that_are_not_known() -> None:
