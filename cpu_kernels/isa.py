@@ -64,12 +64,14 @@ class Isa:
 
     A tile exists at every width that a taller one has, so that tall and low tiles go through the panels together.
     `unpacked`: formats whose tiles are low, because they unpack what they read. More rows than those have read panels
-    that were unpacked to another format, one after the other, with tiles of one panel.
+    that were unpacked to another format, one after the other, with tiles of one panel. `shares_all`: cuts of rows share
+    the asking however few they are, and however long panels are (see `tile`).
     """
 
     name: str
     tiles: Mapping[int, Tiles] = field(hash=False)
     unpacked: Mapping[int, int] = field(hash=False, default_factory=dict)
+    shares_all: bool = True
 
 
 # Sums, a step's weights and an activation must stay in registers (the compiler's output shows where it spills), and the
@@ -92,6 +94,7 @@ AVX512 = Isa(
         **_INTEGER_WIDE,
     },
     _TO_FLOATS,
+    shares_all=False,
 )
 _AVX2_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE)
 _NEON_TILES = (_MIDDLE, _PAIR, _ONE, _ONE, _ONE, _ONE)

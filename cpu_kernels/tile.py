@@ -20,7 +20,9 @@ panels, `ahead_stride` bytes further each step of a segment (or of all blocks, w
 g of the group that starts with panel p, in cut c, it starts at
     ahead_table[p * ahead_step + g * ahead_segment_step] + ahead_offset + p * ahead_forward + c * ahead_cut
 Where a step reads several lines of a panel and there is one cut, it asks for each as it reads the same line of a panel
-before, `distance` bytes ahead: of the next group of panels, or, where those are long, near in the same ones.
+before, `distance` bytes ahead: of the next group of panels, or, where those are long, near in the same ones. With tall
+tiles each of two cuts does so too, and each of any where panels are long: they would have to ask for many lines at
+once, and reads from the second level wait until those have come.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ ARGUMENTS = (
 
 FAR = 64 * 1024  # bytes that surely stay in the second level
 NEAR = 4 * 1024
+LONG = 128 * 1024  # bytes of a group of panels
 
 
 # -- the tile ---------------------------------------------------------------------------------------------------------
@@ -61,10 +64,13 @@ NEAR = 4 * 1024
 class _TileEmitter:
     """Writes the body of one tile function of `rows` rows and `width` panels; the tallest tile has `tallest` rows."""
 
-    def __init__(self, function: ir.Function, step: Step, rows: int, width: int, tallest: int) -> None:
+    def __init__(
+        self, function: ir.Function, step: Step, rows: int, width: int, *, tallest: int, shares_all: bool
+    ) -> None:
         self.builder = ir.IRBuilder(function.append_basic_block("entry"))
         self.arguments = dict(zip(ARGUMENTS, function.args, strict=True))
         self.step, self.rows, self.width = step, rows, width
+        self.shares_all = shares_all
         self.always_alone = 2 * rows <= tallest  # more than the tallest are cut evenly: in no more than halves
 
     def offset(self, pointer: Any, byte_offset: Any) -> Any:
@@ -75,9 +81,9 @@ class _TileEmitter:
         return [list(flat[r * self.width : (r + 1) * self.width]) for r in range(self.rows)]
 
     def emit(self) -> None:
-        builder, a = self.builder, self.arguments
+        builder = self.builder
         if self.step.lines and not self.always_alone:
-            with builder.if_else(builder.icmp_signed("==", a["cuts"], INT64(1))) as (alone, together):
+            with builder.if_else(self.asks_alone()) as (alone, together):
                 with alone:
                     self.cuts(alone=True)
                 with together:
@@ -86,8 +92,17 @@ class _TileEmitter:
             self.cuts(alone=self.step.lines > 0)
         builder.ret_void()
 
+    def asks_alone(self) -> Any:
+        """Whether each cut asks as it reads."""
+        builder, a = self.builder, self.arguments
+        if self.shares_all:
+            return builder.icmp_signed("==", a["cuts"], INT64(1))
+        bytes_read = builder.mul(a["panel_stride"], INT64(self.width))
+        is_long = builder.icmp_signed(">", bytes_read, INT64(LONG))
+        return builder.or_(is_long, builder.icmp_signed("<=", a["cuts"], INT64(2)))
+
     def cuts(self, alone: bool) -> None:
-        """All cuts; `alone`: there is one."""
+        """All cuts; `alone`: each asks as it reads."""
         builder, a, self.alone = self.builder, self.arguments, alone
 
         def cut(index: Any, current: Sequence[Any]) -> Values:
@@ -208,7 +223,7 @@ class _TileEmitter:
         return [*carried[:2], *carried[3:]]
 
     def distance(self) -> Any:
-        """How far ahead a single cut asks: to the next group of panels, if that stays in the second level till then."""
+        """How far ahead a cut asks alone: to the next group of panels, if that stays in the second level till then."""
         builder, a = self.builder, self.arguments
         far = builder.mul(a["panel_stride"], INT64(self.width))
         return builder.select(builder.icmp_signed(">", far, INT64(FAR)), INT64(NEAR), far)
@@ -255,7 +270,8 @@ def tiles_module(isa: Isa, formats: Sequence[int]) -> ir.Module:
             for width in widths:
                 function = ir.Function(module, kind, tile_name(weight_format, rows, width))
                 tallest = len(isa.tiles[weight_format])
-                _TileEmitter(function, step_of(weight_format), rows, width, tallest).emit()
+                step = step_of(weight_format)
+                _TileEmitter(function, step, rows, width, tallest=tallest, shares_all=isa.shares_all).emit()
         if weight_format in isa.unpacked:
             emit_unpack(module, weight_format, isa.unpacked[weight_format])
         if weight_format in HELD_AS:

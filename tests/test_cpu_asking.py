@@ -19,7 +19,7 @@ from kvpool.cpu_kernels.machine_code import load_functions
 from kvpool.cpu_kernels.memory import INT64
 from kvpool.cpu_kernels.packing import step_bytes
 from kvpool.cpu_kernels.steps import LINES_AHEAD, step_of, x_unit
-from kvpool.cpu_kernels.tile import ARGUMENTS, FAR, NEAR, tile_name, tile_names, tiles_module
+from kvpool.cpu_kernels.tile import ARGUMENTS, FAR, LONG, NEAR, tile_name, tile_names, tiles_module
 
 LINE = 64
 TALLEST = 6
@@ -49,10 +49,10 @@ class Recorder:
 
 
 @cache
-def recorded_tile(weight_format: int, rows: int, width: int) -> tuple[Recorder, Callable[..., None]]:
+def recorded_tile(weight_format: int, rows: int, width: int, shares_all: bool) -> tuple[Recorder, Callable[..., None]]:
     """A tile, and what notes what it asks for."""
     widths = tuple((width,) if height == rows else () for height in range(1, TALLEST + 1))
-    recorder, isa = Recorder(), Isa("recorded", {weight_format: widths})
+    recorder, isa = Recorder(), Isa("recorded", {weight_format: widths}, shares_all=shares_all)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile, "prefetch", recorder.emit)
         patch.setattr(group_steps, "prefetch", recorder.emit)
@@ -65,8 +65,11 @@ def recorded_tile(weight_format: int, rows: int, width: int) -> tuple[Recorder, 
 class Product:
     """Zeros of a size for one call of a tile: `cuts` cuts of `rows` rows, `panels` panels over k of `steps` steps."""
 
-    def __init__(self, weight_format: int, rows: int, width: int, *, cuts: int, panels: int, steps: int) -> None:
+    def __init__(
+        self, weight_format: int, rows: int, width: int, *, cuts: int, panels: int, steps: int, shares_all: bool = True
+    ) -> None:
         self.format, self.rows, self.width, self.cuts, self.panels = weight_format, rows, width, cuts, panels
+        self.shares_all = shares_all
         columns, unit = x_unit(weight_format)
         self.k = steps * step_of(weight_format).k_per_step
         self.panel_bytes = steps * step_bytes(weight_format)
@@ -77,7 +80,7 @@ class Product:
         self.table = np.array([self.packed.ctypes.data], np.int64)
 
     def run(self, **arguments: int) -> Recorder:
-        recorder, function = recorded_tile(self.format, self.rows, self.width)
+        recorder, function = recorded_tile(self.format, self.rows, self.width, self.shares_all)
         values = dict.fromkeys(ARGUMENTS, 0) | {
             "cuts": self.cuts,
             "groups": self.panels // self.width,
@@ -155,3 +158,17 @@ def test_several_cuts_share_the_asking(weight_format: int, cuts: int) -> None:
         assert min(of_cut) == begin
         if step <= LINES_AHEAD * LINE:
             assert lines_of(of_cut) >= lines_of(range(begin, begin + share))
+
+
+@pytest.mark.parametrize("weight_format", HELD)
+@pytest.mark.parametrize(("cuts", "is_long", "alone"), [(2, False, True), (3, False, False), (3, True, True)])
+def test_tall_tiles_share_the_asking_of_short_panels_among_three_cuts(
+    weight_format: int, cuts: int, is_long: bool, alone: bool
+) -> None:
+    """Else each cut asks as a single one does."""
+    steps = LONG // step_bytes(weight_format) + 1 if is_long else 6
+    single = Product(weight_format, 4, 1, cuts=1, panels=1, steps=steps)
+    expected = [address - single.packed.ctypes.data for address in single.run().read]
+    product = Product(weight_format, 4, 1, cuts=cuts, panels=1, steps=steps, shares_all=False)
+    asked = product.run(ahead_offset=product.panel_bytes, ahead_stride=LINE, ahead_cut=LINE).read
+    assert ([address - product.packed.ctypes.data for address in asked] == cuts * expected) == alone
