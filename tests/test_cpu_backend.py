@@ -167,7 +167,7 @@ def test_dot_products_round_activations_and_nothing_else(
     ]
     results = []
     for has_dot in (False, True):
-        monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda has_dot=has_dot: has_dot)
+        monkeypatch.setattr("kvpool.model.cpu.backend.host_prefers_dot", lambda has_dot=has_dot: has_dot)
         backend = CpuBackend(program, RandomCheckpoint(program), limits(16), dtype="bfloat16", threads=2)
         closing.append(backend)
         backend.allocate_pool(6)

@@ -179,7 +179,7 @@ def test_many_logit_rows_go_through_in_chunks(backend: CpuBackend, request: pyte
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_rows_too_long_for_the_cache(dtype: str, has_dot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products over 2,600 k go in stretches for many rows, and at once for few."""
-    monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda: has_dot)
+    monkeypatch.setattr("kvpool.model.cpu.backend.host_prefers_dot", lambda: has_dot)
     program = tiny_program(Shape(num_layers=1, intermediate_size=2600))
     backend = CpuBackend(program, RandomCheckpoint(program), BackendLimits(16, 64, 700, 700), dtype=dtype, threads=2)
     backend.allocate_pool(60)
@@ -195,13 +195,13 @@ def test_dot_products_are_exact_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The values are near those of float32 activations, but not the same ones.
     """
-    monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda: False)
+    monkeypatch.setattr("kvpool.model.cpu.backend.host_prefers_dot", lambda: False)
     without = make("bfloat16")
     assert "with dot products" not in without.description
     plain = run_step(without, [Piece(TOKENS[:200], 0, table(0, 16))], 16, every_row=True).logits
     without.close()
     assert plain is not None
-    monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda: True)
+    monkeypatch.setattr("kvpool.model.cpu.backend.host_prefers_dot", lambda: True)
     backend = make("bfloat16")
     assert "with dot products" in backend.description
     whole = run_step(backend, [Piece(TOKENS[:200], 0, table(0, 16))], 16, every_row=True)

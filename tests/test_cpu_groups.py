@@ -147,7 +147,7 @@ def test_products_are_those_of_float32_weights_for_any_number_of_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept codes against the same numbers in float32: few rows read packed panels, many rows unpacked ones."""
-    monkeypatch.setattr("kvpool.model.cpu.backend.host_has_dot", lambda: False)  # it rounds bfloat16's activations
+    monkeypatch.setattr("kvpool.model.cpu.backend.host_prefers_dot", lambda: False)  # it rounds bfloat16's activations
     kinds, described = CASES[name]
     checkpoint = (_Rounded if name == "mixed" else BlockCheckpoint)(PROGRAM, kinds)
     plain, kept = backend(checkpoint, dtype="float32"), backend(checkpoint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from kvpool.cpu_kernels import isa
 from kvpool.cpu_kernels.isa import BFLOAT16, FLOAT32, INT4, INT8, INT8_LONG, INT16
 from kvpool.model.backend import BackendLimits
 from kvpool.model.cpu import backend as cpu_backend
@@ -72,10 +73,26 @@ def test_codes_are_preferred_where_integers_are_faster(
     pair_bits: int, has_dot: bool, activations: str, codes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_backend, "host_pair_bits", lambda: pair_bits)
-    monkeypatch.setattr(cpu_backend, "host_has_dot", lambda: has_dot)
+    monkeypatch.setattr(cpu_backend, "host_prefers_dot", lambda: has_dot)
     program = tiny_program(Shape(num_layers=1, hidden_size=64))
     backend = CpuBackend(
         program, RandomCheckpoint(program), BackendLimits(16, 4, 32, 64), activations=activations, threads=1
     )
     assert (INT16 in backend._weights.formats.values()) == codes
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "prefers"),
+    [
+        ("znver4", {"avx512f", "avx512bf16"}, True),
+        ("sapphirerapids", {"avx512f", "avx512bf16"}, False),
+        ("znver3", {"avx2", "fma"}, False),
+    ],
+)
+def test_dot_products_are_used_where_they_are_fast(
+    cpu: str, features: set[str], prefers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa, "host_features", lambda: features)
+    monkeypatch.setattr(isa.binding, "get_host_cpu_name", lambda: cpu)
+    assert isa.host_prefers_dot() == prefers

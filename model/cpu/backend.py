@@ -20,10 +20,10 @@ from ...cpu_kernels.isa import (
     BFLOAT16_DOT,
     FORMAT_NAMES,
     INTEGER,
-    host_has_dot,
     host_has_half,
     host_isa,
     host_pair_bits,
+    host_prefers_dot,
 )
 from ...cpu_kernels.kv_formats import KV_FORMATS
 from ...cpu_kernels.packing import round_up
@@ -142,12 +142,12 @@ class CpuBackend(PlainHostPool):
 
     def _prefers_codes(self) -> bool:
         """Whether products of codes of 16 bits are faster than those of bfloat16; they are nearer to float32, too."""
-        return self._activations != "float32" and host_pair_bits() > 0 and not host_has_dot()
+        return self._activations != "float32" and host_pair_bits() > 0 and not host_prefers_dot()
 
     def _wanted_read_as(self) -> Mapping[Weight, int]:
         """How products shall read each matrix: as it is held, but bfloat16 by dot products where the processor has
         them, and codes times codes where activations are such."""
-        other = INTEGER_PRODUCTS[self._activations] | ({BFLOAT16: BFLOAT16_DOT} if host_has_dot() else {})
+        other = INTEGER_PRODUCTS[self._activations] | ({BFLOAT16: BFLOAT16_DOT} if host_prefers_dot() else {})
         return {weight: other.get(name, name) for weight, name in self._weights.formats.items()}
 
     def _load_kernels(self) -> Kernels:
