@@ -188,17 +188,23 @@ def test_unpacked_panels_give_the_same_bits(read_as: int) -> None:
 
 
 @pytest.mark.parametrize("read_as", [INT8_X16, INT4_X8, INT16_X16], ids=FORMAT_NAMES.get)
-@pytest.mark.parametrize(("isa", "bits"), [(PLAIN, 0), (WIDE, 256)], ids=["plain", "wide"])
+@pytest.mark.parametrize(
+    ("isa", "bits", "quad_bits"), [(PLAIN, 0, 0), (WIDE, 256, 0), (WIDE, 256, 256)], ids=["plain", "wide", "quads"]
+)
 def test_every_processor_gives_the_same_bits(
-    read_as: int, isa: Isa, bits: int, monkeypatch: pytest.MonkeyPatch
+    read_as: int, isa: Isa, bits: int, quad_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the instructions, and with the tiles of a larger register file, against one row with what is here."""
+    """Without the instructions, with narrower ones, and with the tiles of a larger register file, against one row with
+    what is here."""
+    if quad_bits > integer_steps.host_quad_bits():
+        pytest.skip("this processor multiplies no quadruples of bytes")
     addresses = functions(one_tile(read_as), read_as)
     most, widest = len(isa.tiles[read_as]), max(map(max, isa.tiles[read_as]))
     operands = Operands(read_as, most, widest, 3 * form_of(read_as).size, addresses[encode_name(read_as)])
     expected = operands.product(read_as, addresses[tile_name(read_as, 1, 1)], 1, 1)
     host = integer_steps.host_pair_bits()
     monkeypatch.setattr(integer_steps, "host_pair_bits", lambda: min(bits, host))
+    monkeypatch.setattr(integer_steps, "host_quad_bits", lambda: quad_bits)
     others = functions(isa, read_as)
     for rows, widths in enumerate(isa.tiles[read_as], start=1):
         got = operands.product(read_as, others[tile_name(read_as, rows, widths[0])], rows, widths[0])
