@@ -207,7 +207,10 @@ class Connection:
         self._changed = threading.Condition(self._lock)
 
     def _make_wake_fd(self) -> None:
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise ConnectionLost(f"this process can open nothing: {error.strerror}") from None
         self._close_wake_fd = weakref.finalize(self, os.close, self._wake_fd)
         self._close_wake_fd.atexit = False  # a daemon thread may still poll it
 

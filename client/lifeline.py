@@ -90,7 +90,10 @@ def peer_credentials(connection: socket.socket) -> PeerCredentials:
 
 def connect_lifeline(path: Path, timeout_s: float) -> socket.socket:
     """A connected, non-blocking stream. Raises ConnectionLost saying what is wrong and what to do."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise ConnectionLost(f"this process can open no sockets: {error.strerror or error}") from None
     try:
         connection.settimeout(timeout_s)
         connection.connect(str(path))

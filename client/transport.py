@@ -19,12 +19,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .address import Address, RemoteAddress
-from .core import Core, DaemonGone
+from .core import Core, DaemonGone, State
 from .forking import after_fork_in_child
 from .lifeline import connect_lifeline
 from .wire.codec import CLIENT_LIMITS
 from .wire.errors import ConnectionLost, KVPoolError, ProtocolError
 
+GONE = "the daemon is gone (it stopped, crashed, or was killed)"
+NOT_BEGUN = "the daemon hung up before a session began: it stopped, or this process is short of descriptors (ulimit -n)"
 GRACE_S = 0.05  # after a hang-up, how long messages may still trickle out of ZeroMQ's own thread
 GRACE_LIMIT_S = 0.5
 GOODBYE_LINGER_MS = 100
@@ -150,7 +152,7 @@ class LocalTransport(Transport):
             data, fds = b"", []
         if not data:
             self._drain_last(core)
-            raise DaemonGone("the daemon is gone (it stopped, crashed, or was killed)")
+            raise DaemonGone(GONE if core.state is State.READY else NOT_BEGUN)
         core.receive_lifeline(data, fds)
         return True
 

@@ -20,6 +20,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -247,6 +248,11 @@ def test_no_daemon_is_said_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_no_descriptor_for_sockets_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpool.client.lifeline.socket.socket", Mock(side_effect=OSError(errno.EMFILE, "Too many")))
+        with pytest.raises(ConnectionLost, match="can open no sockets: Too many"):
+            Client(str(path)).connect()
 
     monkeypatch.setattr("kvpool.client.transport.zmq.Context.socket", none_left)
     with socket.socket(socket.AF_UNIX) as listener:

@@ -23,6 +23,7 @@ from kvpool.client.wire.protocol import (
     Failed,
     Finished,
     Fork,
+    Generate,
     Hello,
     Notice,
     OpenSequence,
@@ -349,11 +350,7 @@ def test_what_a_client_is_told_is_in_the_journal(tmp_path: Path) -> None:
     desk.hello(b"a")
     found: list[Found] = []
 
-    def as_the_next_daemon() -> None:
-        shutil.copy(tmp_path / "j", tmp_path / "copy")
-        found.append(recovered(tmp_path / "copy")[1])
-
-    desk.when_sent = as_the_next_daemon
+    desk.when_sent = lambda: found.append(journal_of(tmp_path))
     for message, held in [
         (OpenSequence(1, "s", prompt=pack_token_ids([5] * 9), keep=True), {"s": 9}),
         (Append(2, "s", prompt=pack_token_ids([6] * 4)), {"s": 13}),
@@ -369,6 +366,15 @@ def test_what_a_client_is_told_is_in_the_journal(tmp_path: Path) -> None:
         assert {one.name: len(one.token_ids) for one in found[-1].held.values()} == held
         if isinstance(message, Share):
             assert {one.name: one.shared_uids for one in found[-1].held.values()} == {"s": (1002,), "fork": ()}
+    desk.say(b"a", OpenSequence(10, "busy", prompt=pack_token_ids([5] * 9), keep=True))
+    desk.say(b"a", Generate("answer", "busy", params=GREEDY))
+    desk.run(3)
+    assert [known.accept.sequence for known in found[-1].requests.values()] == ["busy"]
+    desk.say(b"a", CloseSequence(11, "busy"))
+    assert not found[-1].held
+    assert not found[-1].requests  # it would make the sequence again
+    desk.run()
+    assert kinds(desk.take(b"a"))[-1] == "Finished"
     for number, ends in enumerate(({"length"}, {"cancelled"})):
         desk.say(b"a", Submit(f"r{number}", prompt=PROMPT, params=GREEDY))
         assert [known.done for known in found[-1].requests.values()][number:] == [False]
@@ -379,3 +385,33 @@ def test_what_a_client_is_told_is_in_the_journal(tmp_path: Path) -> None:
         *_, (sample,) = [known.samples for known in found[-1].requests.values()]
         assert sample.finished is not None
         assert {sample.finished.finish_reason} == ends
+
+
+@pytest.mark.parametrize(
+    "message", [Append(9, "s", prompt=pack_token_ids([6] * 4)), Truncate(9, "s", 50), Share(9, "s", 7)]
+)
+def test_what_a_full_journal_refuses_has_not_happened(tmp_path: Path, message: ClientMessage) -> None:
+    journal = open_journal(tmp_path / "j", max_bytes=1 << 16)
+    journal.recover(0.0, 0.0)
+    desk = Desk(journal)
+    desk.hello(b"a")
+    desk.say(b"a", OpenSequence(1, "s", prompt=pack_token_ids([5] * 100), keep=True))
+    size, number = 200, 0
+    while size:
+        number += 1
+        (told,) = desk.say(b"a", OpenSequence(1 + number, f"{number}", prompt=pack_token_ids([9] * size), keep=True))
+        size = size // 2 if isinstance(told, Failed) else size
+    found = next(iter(desk.clients.sequences))
+    before = (list(found.sequence.token_ids), set(found.shared_uids), found.truncations)
+    (told,) = desk.say(b"a", message)
+    assert isinstance(told, Failed)
+    assert "journal_max_bytes" in told.message
+    assert (found.sequence.token_ids, found.shared_uids, found.truncations) == before
+    (held, *_) = journal_of(tmp_path).held.values()
+    assert (list(held.token_ids), set(held.shared_uids)) == before[:2]
+
+
+def journal_of(directory: Path) -> Found:
+    """As the next daemon finds it."""
+    shutil.copy(directory / "j", directory / "copy")
+    return recovered(directory / "copy")[1]

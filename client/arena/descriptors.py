@@ -61,10 +61,14 @@ class SharedMemory:
 
     def map_pool(self) -> None:
         """The frame of the pool map came. Raises ProtocolError for a descriptor that is none."""
+        none_left = ConnectionLost("this process has no descriptor left for the pool map (ulimit -n)")
         if not self._fds:
-            raise ConnectionLost("this process has no descriptor left for the pool map")
+            raise none_left
         with self._next_fd() as fd:
-            before, self.pool_map = self.pool_map, MapReader(fd)
+            try:
+                before, self.pool_map = self.pool_map, MapReader(fd)
+            except OSError:  # mapping takes a descriptor, too
+                raise none_left from None
         if before is not None:
             before.close()
 

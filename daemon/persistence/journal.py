@@ -182,6 +182,12 @@ class Journal:
         if self._held.pop(key, None) is not None:
             self._forget(key)
 
+    def drop(self, key: int) -> None:
+        """An unfinished request is not to go on after a restart: what it works for is over. Nothing if unknown."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.unfinished:
+            self._forget(key)
+
     def commit(self, now: float) -> None:
         """Write what was said since the last time, and clean up. Call it before anybody is told of it."""
         for key in self._ended:

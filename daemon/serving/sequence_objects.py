@@ -193,16 +193,17 @@ class SequenceObjects:
         found.require_idle()
         self._scheduler.check_possible(found.uid, found.sequence.num_tokens + len(token_ids), 0)
         self._check_tokens(found.uid, len(token_ids))
-        self._note(found, token_ids)
+        self._note(found, (*found.sequence.token_ids, *token_ids))
         self._scheduler.append(found.sequence, token_ids)
         self._count_tokens(found, found.sequence.num_tokens)
 
     def truncate(self, found: SequenceObject, num_tokens: int) -> None:
         found.require_idle()
-        self._scheduler.truncate(found.sequence, self._length(found, num_tokens, "num_tokens"))
+        length = self._length(found, num_tokens, "num_tokens")
+        self._note(found, found.sequence.token_ids[:length])
+        self._scheduler.truncate(found.sequence, length)
         found.truncations += 1
-        self._count_tokens(found, num_tokens)
-        self._note(found)
+        self._count_tokens(found, length)
 
     def generate(self, found: SequenceObject, request: Request) -> None:
         """Let it go on with the answer that the request asks for."""
@@ -218,11 +219,16 @@ class SequenceObjects:
             raise InvalidArgument("give exactly one of uid and gid", field="uid")
         if len(found.shared_uids) + len(found.shared_gids) >= MAX_SHARED_WITH:
             raise QuotaExceeded(f"is shared with {MAX_SHARED_WITH} users and groups; share with a group", field="uid")
+        before = found.shared_uids, found.shared_gids
         if uid is not None:
-            found.shared_uids.add(uid)
+            found.shared_uids = found.shared_uids | {uid}
         if gid is not None:
-            found.shared_gids.add(gid)
-        self._note(found)
+            found.shared_gids = found.shared_gids | {gid}
+        try:
+            self._note(found)
+        except KVPoolError:
+            found.shared_uids, found.shared_gids = before
+            raise
 
     def _length(self, found: SequenceObject, asked: int | None, field: str) -> int:
         length = found.sequence.num_tokens if asked is None else asked
@@ -242,10 +248,13 @@ class SequenceObjects:
         self._end(found)
 
     def _end(self, found: SequenceObject) -> None:
-        if self._engine.journal is not None:
-            self._engine.journal.let_go(found.journal_key)
-        if found.request is not None:
-            self._engine.cancel(found.request)
+        journal, request = self._engine.journal, found.request
+        if journal is not None:
+            journal.let_go(found.journal_key)
+        if request is not None:
+            if journal is not None and request.journal_key is not None:
+                journal.drop(request.journal_key)  # or it would make the sequence again after a restart
+            self._engine.cancel(request)
         self._scheduler.finish(found.sequence, "cancelled")
 
     def settle(self, session: Session, now: float) -> None:
@@ -280,10 +289,10 @@ class SequenceObjects:
             raise
         return self.adopt(made)
 
-    def _note(self, found: SequenceObject, more: Iterable[int] = ()) -> None:
-        """Let the journal know of a kept sequence's tokens, and `more` that come now. Raises Busy."""
+    def _note(self, found: SequenceObject, token_ids: Iterable[int] | None = None) -> None:
+        """Let the journal know of a kept sequence's tokens, or of those that it is to have. Raises Busy."""
         if self._engine.journal is not None and found.keep:
-            found.journal_key = self._engine.journal.hold(_held(found, more))
+            found.journal_key = self._engine.journal.hold(_held(found, token_ids))
 
     def note_answer(self, found: SequenceObject) -> None:
         """Let the journal know of a kept sequence's new tokens: they are there already, so it may not refuse."""
@@ -330,6 +339,7 @@ class SequenceObjects:
             raise RuntimeError(f"sequences {sorted(lost)} hold blocks for nobody")
 
 
-def _held(found: SequenceObject, more: Iterable[int] = ()) -> Hold:
+def _held(found: SequenceObject, token_ids: Iterable[int] | None = None) -> Hold:
+    tokens = tuple(found.sequence.token_ids if token_ids is None else token_ids)
     shares = (tuple(sorted(found.shared_uids)), tuple(sorted(found.shared_gids)))
-    return Hold(found.journal_key, found.uid, found.name, *shares, 0, (*found.sequence.token_ids, *more))
+    return Hold(found.journal_key, found.uid, found.name, *shares, 0, tokens)
