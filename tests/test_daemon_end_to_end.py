@@ -132,6 +132,7 @@ def test_rows_and_map_of_a_sequence_that_waits_for_its_reader(pool: Client) -> N
 
 def test_cancel_by_name_from_another_connection(daemon: DaemonProcess, pool: Client) -> None:
     stream = pool.submit(PROMPT, max_tokens=200, temperature=0.0, window=2, request_id="to-cancel", ignore_eos=True)
+    next(stream)  # it has arrived: nothing orders what two connections say
     with daemon.client() as other:
         assert other.cancel("to-cancel") == {"cancelled": 1}
         with pytest.raises(NotFound, match="to-cancel"):
