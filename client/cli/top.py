@@ -46,8 +46,8 @@ def top(options: argparse.Namespace) -> int:
     with Client(options.address, client_name="kvpool top") as pool:
         read = pool.pool_map if options.once else LiveMap(pool).read
         if on_screen:
-            with _raw_screen():
-                _watch(pool, read, view, max(0.1, options.interval))
+            with _raw_screen() as woken:
+                _watch(pool, read, view, max(0.1, options.interval), woken)
             return 0
         while True:
             snapshot = read()
@@ -81,7 +81,7 @@ def as_json(snapshot: PoolMap) -> dict[str, Any]:
     }
 
 
-def _watch(pool: Client, read: Callable[[], PoolMap], view: View, interval_s: float) -> None:
+def _watch(pool: Client, read: Callable[[], PoolMap], view: View, interval_s: float, woken: int) -> None:
     history = History()
     while True:
         snapshot = read()
@@ -89,7 +89,7 @@ def _watch(pool: Client, read: Callable[[], PoolMap], view: View, interval_s: fl
         until = time.monotonic() + interval_s
         while (left_s := until - time.monotonic()) > 0:
             _show(draw(snapshot, rows, speed, view, _terminal()), view)
-            key = _key(left_s)
+            key = _key(left_s, woken)
             if view.typing:
                 _type(key, view)
             elif key in ("q", "Q", "\x03", ESCAPE):
@@ -154,26 +154,33 @@ def _neighbour(view: View, rows: list[Row], step: int) -> int | None:
     return order[(order.index(view.selected) + step) % len(order)]
 
 
-def _key(limit_s: float) -> str:
-    """The key that is pressed within the limit, or nothing; arrows by name, and text that came at once as a whole."""
-    ready, _, _ = select.select([sys.stdin], [], [], limit_s)
-    if not ready:
+def _key(limit_s: float, woken: int) -> str:
+    """The key that is pressed within the limit, or nothing; arrows by name, and text that came at once as a whole. A
+    signal ends the wait through `woken`, also one that came just before it."""
+    ready, _, _ = select.select([sys.stdin, woken], [], [], limit_s)
+    if sys.stdin not in ready:
         return ""
     data = os.read(sys.stdin.fileno(), 16).decode(errors="replace") or "q"  # nobody is there any more
     return ARROWS.get(data, data if data.isprintable() else data[:1])
 
 
 @contextlib.contextmanager
-def _raw_screen() -> Iterator[None]:
-    """A screen of our own, and keys as they are pressed; afterwards the terminal is as it was, whatever happens."""
+def _raw_screen() -> Iterator[int]:
+    """A screen of our own, and keys as they are pressed; afterwards the terminal is as it was, whatever happens. The
+    descriptor that it gives is readable once a signal has come."""
     before = termios.tcgetattr(sys.stdin)
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         tty.setcbreak(sys.stdin)
         sys.stdout.write(ENTER_SCREEN)
-        yield
+        yield woken
     finally:
         sys.stdout.write(LEAVE_SCREEN)
         sys.stdout.flush()
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        signal.set_wakeup_fd(-1)
+        os.close(woken)
+        os.close(waker)
