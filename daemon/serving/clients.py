@@ -321,6 +321,7 @@ class Clients:
     # Going out
 
     def send(self, session: Session, message: DaemonMessage) -> None:
+        """What has happened is written down first: this may tell of it."""
         self.engine.write_down(self.now)
         self.delivery.send(session, message)
 
