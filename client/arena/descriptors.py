@@ -60,7 +60,7 @@ class SharedMemory:
             raise Unsupported(SHORT, field="want_logits")
 
     def map_pool(self) -> None:
-        """The frame of the pool map came. Raises ProtocolError for a descriptor that is none, ConnectionLost without."""
+        """The frame of the pool map came. Raises ProtocolError for one that is none, ConnectionLost without one."""
         none_left = ConnectionLost("this process has no descriptor left for the pool map (ulimit -n)")
         if not self._fds:
             raise none_left
